@@ -399,6 +399,10 @@ def build(session: nox.Session, *kinds: str) -> list[str]:
     return sorted(os.fspath(path) for path in target.iterdir())
 
 
+IMPORT_NAMES = {"nnx-checkpoint": "nnx_base,nnx_checkpoint", "nnx-core": "_nnx_autoload.py,nnx,nnx_core"}
+"""The top-level names of the wheels that have more than one."""
+
+
 def build_and_check(session: nox.Session) -> dict[str, str]:
     """Build all, look into it with tools that others publish for it, and return the wheels by their names."""
     session.install(*TOOLS_FOR_WHEELS)
@@ -408,8 +412,7 @@ def build_and_check(session: nox.Session) -> dict[str, str]:
     session.run("twine", "check", "--strict", *built)
     wheels = {wheel_of(path): path for path in built if path.endswith(".whl")}
     for name, wheel in wheels.items():
-        # One import name each; the core brings the face `nnx` and what torch calls as well.
-        several = ("--toplevel", "_nnx_autoload.py,nnx,nnx_core") if name == "nnx-core" else ()
+        several = ("--toplevel", IMPORT_NAMES[name]) if name in IMPORT_NAMES else ()
         session.run("check-wheel-contents", *several, wheel)
     return wheels
 

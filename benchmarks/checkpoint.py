@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import nnx_checkpoint
-from nnx_checkpoint.shard import shard_of
+from nnx_base.shard import shard_of
 from nnx_conformance.pool import WorkerPool
 
 WORLD_SIZE = 2

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 import nnx_checkpoint
-from nnx_checkpoint.shard import Box, Shard, shard_of
+from nnx_base.shard import Box, Shard, shard_of
 from nnx_core.errors import CheckpointError
 
 ROWS, COLUMNS, TENSORS = 256, 1024, 4

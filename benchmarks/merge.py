@@ -33,7 +33,7 @@ from checkpoint import make_state
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import nnx_checkpoint
-from nnx_checkpoint.shard import shard_of
+from nnx_base.shard import shard_of
 from nnx_conformance.pool import WorkerPool
 
 WORLD_SIZE = 2

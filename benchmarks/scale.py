@@ -35,7 +35,8 @@ from typing import TypeVar
 
 import torch
 
-from nnx_checkpoint.box import boxes_of_range
+from nnx_base.box import boxes_of_range
+from nnx_base.shard import Box, Shard
 from nnx_checkpoint.index import Index, decode_index, encode_index
 from nnx_checkpoint.manifest import BLOCK, FileEntry, Manifest, encode_manifest
 from nnx_checkpoint.plan import (
@@ -52,7 +53,6 @@ from nnx_checkpoint.plan import (
     unpack,
 )
 from nnx_checkpoint.rankfile import _header, file_order
-from nnx_checkpoint.shard import Box, Shard
 
 T = TypeVar("T")
 WIDTH = 4096

@@ -105,7 +105,7 @@ def negative_zeros(machine: Machine) -> Figures:
 @step(ranks=2)
 def narrow_integers(machine: Machine) -> Figures:
     """Buffers of integers that NCCL lacks reach the other ranks."""
-    from nnx_checkpoint.collective import broadcast_tensor
+    from nnx_base.ranks import broadcast_tensor
 
     dtypes = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.bool)
     with world(machine) as device:

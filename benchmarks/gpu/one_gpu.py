@@ -225,7 +225,7 @@ def _counted_synchronizations(machine: Machine) -> Iterator[list[Any]]:
 def background_save(machine: Machine) -> Figures:
     """How long training waits for a save in the background."""
     import nnx_checkpoint
-    from nnx_checkpoint.shard import shard_of
+    from nnx_base.shard import shard_of
 
     numel = (1 << 28) if machine.is_card else 1 << 16
     state = {f"w{i}": shard_of(torch.ones(numel, device=machine.accelerator)) for i in range(4)}

@@ -2,7 +2,7 @@
 
 import torch
 
-from nnx_checkpoint.shard import shard_of
+from nnx_base.shard import shard_of
 
 shards = {"weight": shard_of(torch.ones(4, 3)), "bias": shard_of(torch.zeros(3))}
 

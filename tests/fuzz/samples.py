@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import nnx_checkpoint
-from nnx_checkpoint.shard import shard_of
+from nnx_base.shard import shard_of
 
 __all__ = ["FORMATS", "make_samples"]
 

@@ -294,7 +294,7 @@ def step_muon_on_given_gradients(shards: bool) -> Stepped:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    from nnx_checkpoint.shard import shard_of
+    from nnx_base.shard import shard_of
     from nnx_core.whole_matrix import OwnerRanks
 
     generator = torch.Generator().manual_seed(5)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nnx_checkpoint
-from nnx_checkpoint.shard import shard_of
+from nnx_base.shard import shard_of
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ import torch
 
 import nnx
 import nnx_checkpoint
+from nnx_base.shard import shard_of
 from nnx_checkpoint import inflight, writer
-from nnx_checkpoint.shard import shard_of
 from nnx_checkpoint.writer import Arena
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_core.errors import CheckpointError
@@ -260,7 +260,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
 SCRIPT = """
 import sys, time, torch, nnx_checkpoint
 from nnx_checkpoint.writer import Save
-from nnx_checkpoint.shard import shard_of
+from nnx_base.shard import shard_of
 complete = Save.complete
 Save.complete = lambda self: (time.sleep(0.5), complete(self))
 nnx_checkpoint.save_async(sys.argv[1], tensors={"w": shard_of(torch.full((1000,), 7))}, objects={"v": 7})

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nnx_checkpoint.collective import broadcast_tensor
+from nnx_base.ranks import broadcast_tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.uint32, torch.uint64])

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import nnx_checkpoint
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base.errors import CheckpointError
+from nnx_base.shard import shard_of
 from nnx_checkpoint.manifest import MANIFEST
-from nnx_checkpoint.shard import shard_of
 from nnx_checkpoint.transaction import collect_garbage
 
 SAVES = ("20000101T000000.000000-0123abcd", "20990101T000000.000000-0123abcd")

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import nnx_checkpoint
-from nnx_checkpoint.box import Box
+from nnx_base.box import Box
+from nnx_base.errors import CheckpointError
+from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.codec import Encoder, decode
-from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.rankfile import Entry, _header
-from nnx_checkpoint.shard import Shard, shard_of
 
 PRIME = (1 << 61) - 1
 MASK = (1 << 64) - 1

@@ -14,8 +14,8 @@ import torch
 import xxhash
 
 import nnx_checkpoint
+from nnx_base.shard import shard_of
 from nnx_checkpoint import manifest as manifest_module
-from nnx_checkpoint.shard import shard_of
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError
 from nnx_test_helpers.training import Run, train
@@ -134,7 +134,7 @@ def test_a_flipped_byte_in_data_names_file_bytes_and_tensor(tmp_path: Path) -> N
     ):
         checkpoint.read("w")
     # What does not touch the damaged block still loads.
-    from nnx_checkpoint.shard import Box
+    from nnx_base.shard import Box
 
     assert checkpoint.read("w", Box((0,), (131_072,))).sum() == 0
     assert checkpoint.read("w", Box((250_000,), (50_000,))).sum() == 0

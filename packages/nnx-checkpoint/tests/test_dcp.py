@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import nnx_checkpoint
-from nnx_checkpoint.shard import Box, Shard, shard_of
+from nnx_base.shard import Box, Shard, shard_of
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError
 from nnx_test_helpers import checkpoint_jobs

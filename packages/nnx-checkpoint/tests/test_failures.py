@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import nnx_checkpoint
+from nnx_base.shard import Box, Shard, shard_of
 from nnx_checkpoint.manifest import FileEntry, Manifest
-from nnx_checkpoint.shard import Box, Shard, shard_of
 from nnx_checkpoint.storage import files
 from nnx_checkpoint.storage.files import _REMEDIES, explained
 from nnx_checkpoint.storage.locations import LocalPlace, place_of

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nnx_checkpoint.box import Box, boxes_of_range, find_fault
+from nnx_base.box import Box, boxes_of_range, find_fault
 from nnx_checkpoint.index import decode_index, encode_index, index_of
 from nnx_checkpoint.manifest import FileEntry, Manifest, decode_manifest, encode_manifest
 from nnx_checkpoint.rankfile import flat_bytes

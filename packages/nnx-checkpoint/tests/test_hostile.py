@@ -20,13 +20,13 @@ from lightning.pytorch import LightningModule
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import nnx_checkpoint
-from nnx_checkpoint.box import Box, find_fault
+from nnx_base.box import Box, find_fault
+from nnx_base.shard import shard_of
 from nnx_checkpoint.cli.output import printable
 from nnx_checkpoint.comparison import compare
 from nnx_checkpoint.foreign.contents import Contents, unpack
 from nnx_checkpoint.manifest import MANIFEST, _sign, digest
 from nnx_checkpoint.naming import FABRIC_KEYS
-from nnx_checkpoint.shard import shard_of
 from nnx_core import load_from_checkpoint
 from nnx_core.errors import CheckpointError
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import nnx_checkpoint
-from nnx_checkpoint.shard import shard_of
+from nnx_base.shard import shard_of
 from nnx_checkpoint.storage.files import LOCK
 from nnx_checkpoint.transaction import collect_garbage
 from nnx_checkpoint.verification import verify

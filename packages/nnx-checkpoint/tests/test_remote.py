@@ -14,10 +14,10 @@ import torch
 import nnx_checkpoint
 from jobs import remote_jobs, remote_training_jobs
 from jobs.remote_jobs import Unreachable, keys
+from nnx_base.shard import Box, shard_of
 from nnx_checkpoint.index import Piece, TensorEntry
 from nnx_checkpoint.manifest import Manifest
 from nnx_checkpoint.reader import Fetcher, PlainFiles, Wanted
-from nnx_checkpoint.shard import Box, shard_of
 from nnx_checkpoint.storage import remote
 from nnx_checkpoint.storage.locations import LocalPlace, place_of
 from nnx_checkpoint.transaction import begin

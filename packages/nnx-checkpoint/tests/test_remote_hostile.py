@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[impor
 
 import nnx_checkpoint
 from jobs import remote_jobs
-from nnx_checkpoint.shard import shard_of
+from nnx_base.shard import shard_of
 from nnx_checkpoint.storage import remote
 from nnx_checkpoint.storage.locations import place_of
 from nnx_checkpoint.transaction import begin, collect_garbage

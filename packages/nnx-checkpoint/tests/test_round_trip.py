@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nnx_checkpoint
-from nnx_checkpoint.shard import Box, Shard, shard_of
+from nnx_base.shard import Box, Shard, shard_of
 from nnx_conformance.pool import WorkerPool
 from nnx_test_helpers import checkpoint_jobs
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import nnx_checkpoint
+from nnx_base.errors import CheckpointError
+from nnx_base.shard import shard_of
 from nnx_checkpoint import slabs, verification
-from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.manifest import MANIFEST, load_json
-from nnx_checkpoint.shard import shard_of
 
 
 def save(path: Path, value: float = 1) -> Path:

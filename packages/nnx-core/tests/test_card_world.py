@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from jobs.unit_jobs import Whole
-from nnx_checkpoint.collective import (
+from nnx_base.ranks import (
     all_arrive,
     all_gather_object,
     background_group,

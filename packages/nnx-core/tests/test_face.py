@@ -82,7 +82,7 @@ def test_another_package_of_the_same_name_disturbs_nothing(site, run_python) -> 
             Trainer(strategy=name, accelerator="cpu", devices=1, logger=False)
 
         import nnx_checkpoint
-        from nnx_checkpoint.shard import shard_of
+        from nnx_base.shard import shard_of
         nnx_checkpoint.save("a.ckpt", tensors={"w": shard_of(torch.ones(2))}, objects={})
         assert nnx_checkpoint.open_checkpoint("a.ckpt").read("w").tolist() == [1, 1]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import nnx_checkpoint as storage
 from jobs.deepspeed_native_jobs import FIXTURES, script
-from nnx_checkpoint.box import Box
+from nnx_base.box import Box
 from nnx_checkpoint.naming import stored_optimizer_states
 from nnx_checkpoint.storage.files import FileReader
 from nnx_core.errors import CheckpointError

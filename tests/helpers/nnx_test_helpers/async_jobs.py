@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import nnx_checkpoint
+from nnx_base.shard import shard_of
 from nnx_checkpoint import inflight, writer
-from nnx_checkpoint.shard import shard_of
 from nnx_checkpoint.writer import Save
 from nnx_core.errors import CheckpointError
 from nnx_test_helpers import checkpoint_jobs

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardDim
 
 import nnx_checkpoint
-from nnx_checkpoint.shard import Box, Shard, shard_of, shard_of_range
+from nnx_base.shard import Box, Shard, shard_of, shard_of_range
 from nnx_core.errors import CheckpointError
 
 Cut = Literal["whole", "rows", "columns", "flat", "first", "grid"]

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.tensor import DTensor
 
-from nnx_checkpoint.collective import all_gather_object, control_group
-from nnx_checkpoint.shard import Shard, shard_of
+from nnx_base.ranks import all_gather_object, control_group
+from nnx_base.shard import Shard, shard_of
 from nnx_test_helpers.training import MODELS, Run, digest_of, make_trainer
 
 

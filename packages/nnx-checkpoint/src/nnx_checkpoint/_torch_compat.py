@@ -1,4 +1,4 @@
-"""The private names of torch that checkpoints rely on, and those that every package needs.
+"""The private names of torch that checkpoints rely on.
 
 Nothing else in `nnx_checkpoint` uses a private name. `PRIVATE_NAMES` lists them; tests/test_private_names.py
 looks each of them up, and finds the names that are used elsewhere or are in no list.
@@ -10,38 +10,21 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base._torch_compat import IMPORT, Private
+from nnx_base.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
+    pass
 
 
-class Private(NamedTuple):
-    """A private name of torch that nnx uses.
-
-    Attributes:
-        without: What happens where torch lacks it.
-        first: The first version of torch that it was seen in.
-        last: The last one.
-    """
-
-    without: str
-    first: str = "2.11"
-    last: str = "2.14"
-
-
-IMPORT = "importing the package raises ImportError or AttributeError with the name"
 PRIVATE_NAMES = {
-    "torch._C.DisableTorchFunctionSubclass": Private(IMPORT),
     "torch._C.PyTorchFileReader": Private("reading a file of torch.save raises AttributeError"),
     "torch._subclasses.fake_tensor.FakeTensorMode": Private(IMPORT),
     "torch._utils._rebuild_tensor_v2": Private("writing a Lightning file raises AttributeError"),
@@ -49,43 +32,14 @@ PRIVATE_NAMES = {
     "torch._weights_only_unpickler": Private("reading a file of torch.save raises AttributeError"),
     "torch.Tensor._make_wrapper_subclass": Private("saving by DCP raises AttributeError"),
     "torch.distributed.checkpoint.filesystem._StorageInfo": Private("converting to DCP raises ImportError"),
-    "torch.distributed.distributed_c10d._get_default_group": Private("any run on several ranks raises"),
-    "torch.distributed.distributed_c10d._get_default_store": Private("any run on several ranks raises"),
-    "torch.distributed.distributed_c10d._world": Private("nnx conformance raises AttributeError"),
     "torch.serialization._load": Private("reading a file of torch.save raises AttributeError"),
     "torch.nn.Module._load_from_state_dict": Private("loading weights raises AttributeError"),
     "Module._load_state_dict_pre_hooks": Private("loading weights raises AttributeError"),
     "Module._load_state_dict_post_hooks": Private("loading weights raises AttributeError"),
     "torch.nn.modules.module._IncompatibleKeys": Private("loading weights raises AttributeError"),
-    "ProcessGroup._device_types": Private("any run on several ranks raises AttributeError"),
-    "ProcessGroup._get_backend": Private("any run on several ranks raises AttributeError"),
-    "Backend.Options._timeout": Private("any run on several ranks raises AttributeError"),
     "FakeStorage._checkpoint_offset": Private("reading a file of torch.save raises CheckpointError"),
 }
 """The private names of torch that this module uses, and what happens where torch lacks one."""
-
-local_mode = torch._C.DisableTorchFunctionSubclass
-"""Context in which guarded tensors are what the engine made of them, on this thread."""
-
-
-def default_group() -> dist.ProcessGroup:
-    """The group of all ranks, which must have been made."""
-    return dist.distributed_c10d._get_default_group()
-
-
-def default_store() -> Store:
-    """The store that the ranks of the default group met at."""
-    return dist.distributed_c10d._get_default_store()
-
-
-def process_groups() -> list[Any]:
-    """All process groups of this process; torch lists them nowhere else."""
-    return list(dist.distributed_c10d._world.pg_map)
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a collective of a group waits for a rank."""
-    return group._get_backend(group._device_types[0]).options._timeout
 
 
 class WithoutData(Tensor):

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nnx_checkpoint.errors import CheckpointError
-from nnx_checkpoint.shard import Shard
+from nnx_base.errors import CheckpointError
+from nnx_base.shard import Shard
 
 __all__ = ["Encoder", "EnumName", "decode"]
 

@@ -17,7 +17,8 @@ from typing import Any, Literal, TypeAlias
 
 from typing_extensions import override
 
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base.errors import CheckpointError
+from nnx_base.shard import Box
 from nnx_checkpoint.foreign.contents import StoredEncoder
 from nnx_checkpoint.formats import CheckpointFormat, Progress, get_format, open_checkpoint
 from nnx_checkpoint.index import index_of
@@ -25,7 +26,6 @@ from nnx_checkpoint.manifest import rank_file
 from nnx_checkpoint.naming import Described, WeightsOnly
 from nnx_checkpoint.rankfile import Entry, file_order, write_in_order
 from nnx_checkpoint.reader import Checkpoint, open_native
-from nnx_checkpoint.shard import Box
 from nnx_checkpoint.slabs import new_directory, read_in_order, refuse_existing
 from nnx_checkpoint.source import is_checkpoint
 from nnx_checkpoint.storage import Place

@@ -39,15 +39,15 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 from typing_extensions import override
 
+from nnx_base.errors import CheckpointError
+from nnx_base.shard import Box, Shard
 from nnx_checkpoint._torch_compat import WithoutData
 from nnx_checkpoint.codec import Encoder
-from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.formats import open_checkpoint
 from nnx_checkpoint.index import index_of
 from nnx_checkpoint.manifest import FileEntry, rank_file
 from nnx_checkpoint.rankfile import Entry, write_rank_file
 from nnx_checkpoint.reader import Checkpoint
-from nnx_checkpoint.shard import Box, Shard
 from nnx_checkpoint.storage.locations import place_of
 from nnx_checkpoint.transaction import Transaction, begin
 from nnx_checkpoint.writer import write_objects, writer_info

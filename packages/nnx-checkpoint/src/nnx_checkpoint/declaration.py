@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from nnx_checkpoint.errors import PluginError
+from nnx_base.errors import PluginError
 
 API_VERSION = (1, 0)
 """Version of what plugins see: same major, and a minor not above this one, is accepted."""

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 from typing_extensions import override
 
-from nnx_checkpoint.declaration import CheckpointFormatSpec, import_reference
-from nnx_checkpoint.errors import (
+from nnx_base.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     NnxError,
     PluginError,
     ReaderNotInstalledError,
 )
+from nnx_checkpoint.declaration import CheckpointFormatSpec, import_reference
 from nnx_checkpoint.manifest import MANIFEST, is_save_id
 from nnx_checkpoint.source import is_checkpoint, is_our_manifest
 from nnx_checkpoint.storage import Location, Place

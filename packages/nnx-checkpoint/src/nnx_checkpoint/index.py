@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from nnx_checkpoint.box import (
+from nnx_base.box import (
     Box,
     box_of_grid,
     boxes_of_grid,
@@ -33,7 +33,7 @@ from nnx_checkpoint.box import (
     numels_of_grid,
     overlapping_of_grid,
 )
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base.errors import CheckpointError
 from nnx_checkpoint.manifest import Manifest, load_json
 from nnx_checkpoint.rankfile import DTYPES, Entry, Offsets, find_offsets
 

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nnx_base.errors import CheckpointError, NnxError
+from nnx_base.ranks import together
 from nnx_checkpoint._torch_compat import (
     call_load_hooks,
     has_load_hooks,
@@ -24,8 +26,6 @@ from nnx_checkpoint._torch_compat import (
     overrides_load_state_dict,
     overrides_loading,
 )
-from nnx_checkpoint.collective import together
-from nnx_checkpoint.errors import CheckpointError, NnxError
 from nnx_checkpoint.naming import LazyStateDict
 from nnx_checkpoint.state import OTHER_MODEL, ModelState, differences, fill_model, is_extra_state
 

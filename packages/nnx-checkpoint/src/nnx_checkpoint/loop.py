@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from nnx_base.errors import CheckpointError
+from nnx_base.ranks import control_group, exchange, rank_and_size, together
+from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint import writer
 from nnx_checkpoint.codec import Encoder
-from nnx_checkpoint.collective import control_group, exchange, rank_and_size, together
-from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.foreign.torch_file import map_tree
 from nnx_checkpoint.formats import open_checkpoint
 from nnx_checkpoint.loading import load_model
 from nnx_checkpoint.naming import LazyStateDict, OptimizerState, Saved, collect, stored_optimizer_states
 from nnx_checkpoint.reader import Checkpoint
-from nnx_checkpoint.shard import Shard, shard_of
 from nnx_checkpoint.state import (
     ModelState,
     as_state_dict,

@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base.errors import CheckpointError
 
 __all__ = [
     "BLOCK",

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base.errors import CheckpointError
+from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.foreign.torch_file import map_tree
 from nnx_checkpoint.index import TensorEntry
 from nnx_checkpoint.reader import Checkpoint, Wanted
-from nnx_checkpoint.shard import Shard, shard_of
 
 RANKS = "nnx_ranks"
 """Key of Lightning's dict for what each rank has for itself: a sequence with one tree for each rank."""

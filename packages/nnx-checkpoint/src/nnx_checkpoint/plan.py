@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -23,13 +23,14 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from nnx_checkpoint.box import Box
-from nnx_checkpoint.collective import deliver, exchange
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base.box import Box
+from nnx_base.dtypes import dtype_name
+from nnx_base.errors import CheckpointError
+from nnx_base.ranks import deliver, exchange
+from nnx_base.shard import Shard
 from nnx_checkpoint.index import Group, Index
 from nnx_checkpoint.manifest import rank_file
 from nnx_checkpoint.rankfile import DTYPES, Entry
-from nnx_checkpoint.shard import Shard
 
 __all__ = [
     "Description",
@@ -146,12 +147,6 @@ def describe(shards: Mapping[str, Shard], *, aliases: Mapping[str, str] | None =
         names, [(dtype_name(dtype), tuple(shape)) for dtype, shape in types], type_of, dict(aliases or {})
     )
     return Description(catalog, exceptions, [*(usual[number] for number in range(len(types))), *others])
-
-
-@cache
-def dtype_name(dtype: torch.dtype) -> str:
-    """An element type as `DTYPES` calls it."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _require_data(name: str, shard: Shard) -> None:

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from nnx_checkpoint.box import Box
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base.box import Box
+from nnx_base.errors import CheckpointError
 from nnx_checkpoint.manifest import BLOCK, FileEntry, digest, rank_file
 from nnx_checkpoint.storage import Place
 from nnx_checkpoint.storage.files import ALIGNMENT, StreamWriter

@@ -26,15 +26,15 @@ import xxhash
 from torch import Tensor
 from typing_extensions import override
 
-from nnx_checkpoint.box import Box
+from nnx_base.box import Box
+from nnx_base.errors import CheckpointError
+from nnx_base.shard import Shard
 from nnx_checkpoint.codec import decode
-from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.foreign.pickle_cost import refuse_swollen
 from nnx_checkpoint.foreign.torch_file import refuse_endless
 from nnx_checkpoint.index import Index, Piece, TensorEntry
 from nnx_checkpoint.manifest import Manifest, load_json, objects_file, rank_file
 from nnx_checkpoint.rankfile import cut, ranges_of, strides_of
-from nnx_checkpoint.shard import Shard
 from nnx_checkpoint.source import Source
 from nnx_checkpoint.storage import Location, Reader
 from nnx_checkpoint.storage.locations import place_of

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import torch
 
-from nnx_checkpoint.box import Box
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base.box import Box
+from nnx_base.errors import CheckpointError
+from nnx_base.shard import Shard
 from nnx_checkpoint.formats import PARTIAL, Progress
 from nnx_checkpoint.index import TensorEntry
 from nnx_checkpoint.reader import Checkpoint
-from nnx_checkpoint.shard import Shard
 from nnx_checkpoint.storage.files import DirectFile, StreamWriter, explained, make_directories, sync_directory
 from nnx_checkpoint.storage.locations import LocalPlace, place_of
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base.errors import CheckpointError
 from nnx_checkpoint.index import INDEX, Index, decode_index
 from nnx_checkpoint.inflight import wait_until_saved
 from nnx_checkpoint.manifest import MANIFEST, Manifest, begins_as_ours, decode_manifest, digest, is_save_id

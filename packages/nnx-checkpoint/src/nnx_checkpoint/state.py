@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from nnx_checkpoint._torch_compat import local_mode
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base._torch_compat import local_mode
+from nnx_base.errors import CheckpointError
+from nnx_base.shard import Shard
 from nnx_checkpoint.naming import LazyStateDict, OptimizerState, StoredName
 from nnx_checkpoint.reader import Checkpoint
-from nnx_checkpoint.shard import Shard
 
 __all__ = [
     "ModelState",

@@ -22,7 +22,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base.errors import CheckpointError
 from nnx_checkpoint.formats import PARTIAL, files_below, survey
 from nnx_checkpoint.index import INDEX, Index, decode_index, encode_index
 from nnx_checkpoint.manifest import MANIFEST, FileEntry, Manifest, digest, encode_manifest, is_save_id

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base.errors import CheckpointError
 from nnx_checkpoint.formats import Progress, files_below, open_checkpoint
 from nnx_checkpoint.index import INDEX, Index, Piece, TensorEntry
 from nnx_checkpoint.manifest import MANIFEST, DamagedManifestError, FileEntry, load_json

@@ -31,10 +31,11 @@ from torch import Tensor
 from torch.distributed import all_reduce
 from torch.distributed.tensor import DTensor
 
+from nnx_base.errors import CheckpointError
+from nnx_base.ranks import background_group, control_group, exchange, rank_and_size, share
+from nnx_base.shard import Box, Shard, shard_of
 from nnx_checkpoint import inflight
 from nnx_checkpoint.codec import Encoder
-from nnx_checkpoint.collective import background_group, control_group, exchange, rank_and_size, share
-from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.inflight import PendingSave
 from nnx_checkpoint.manifest import FileEntry, digest, objects_file
 from nnx_checkpoint.pinned import pinned_empty
@@ -49,7 +50,6 @@ from nnx_checkpoint.plan import (
     select,
 )
 from nnx_checkpoint.rankfile import DTYPES, write_rank_file
-from nnx_checkpoint.shard import Box, Shard, shard_of
 from nnx_checkpoint.storage import Location, Place
 from nnx_checkpoint.storage.locations import place_of
 from nnx_checkpoint.transaction import Transaction, begin
@@ -362,7 +362,7 @@ class Arena:
     What it returns is overwritten by the next `stage`.
 
     Example:
-        >>> from nnx_checkpoint.shard import shard_of
+        >>> from nnx_base.shard import shard_of
         >>> weight = torch.ones(2)
         >>> staged = Arena().stage({"w": shard_of(weight)})
         >>> _ = weight.zero_()

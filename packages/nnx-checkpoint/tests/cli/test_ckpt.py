@@ -16,13 +16,13 @@ import torch
 from typer.testing import CliRunner
 
 import nnx_checkpoint
+from nnx_base.shard import shard_of
 from nnx_checkpoint.cli.command import app
 from nnx_checkpoint.cli.content import plain
 from nnx_checkpoint.cli.inspection import sizes_by_module
 from nnx_checkpoint.cli.output import human_bytes
 from nnx_checkpoint.codec import Encoder
 from nnx_checkpoint.index import TensorEntry
-from nnx_checkpoint.shard import shard_of
 from nnx_core.errors import CheckpointError, UnsupportedError
 
 

@@ -16,10 +16,10 @@ import torch
 from typer.testing import CliRunner, Result
 
 import nnx_checkpoint as storage
+from nnx_base.shard import shard_of
 from nnx_checkpoint.cli import files, verification
 from nnx_checkpoint.cli.command import app
 from nnx_checkpoint.formats import writable
-from nnx_checkpoint.shard import shard_of
 from nnx_core.errors import CheckpointError
 
 TENSORS = {

@@ -14,10 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 import nnx_checkpoint as storage
+from nnx_base.shard import shard_of
 from nnx_checkpoint.cli.command import app
 from nnx_checkpoint.comparison import compare, difference_of
 from nnx_checkpoint.foreign.contents import Contents
-from nnx_checkpoint.shard import shard_of
 
 TENSORS = {
     "model.w": torch.arange(12.0).view(3, 4),

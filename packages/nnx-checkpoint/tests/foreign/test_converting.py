@@ -19,8 +19,8 @@ import torch
 import nnx_checkpoint
 from jobs.foreign_jobs import resume_stock
 from jobs.rich_checkpoint import differences, save_rich
+from nnx_base.shard import Box, shard_of
 from nnx_checkpoint.formats import get_format, writable
-from nnx_checkpoint.shard import Box, shard_of
 from nnx_checkpoint.slabs import SLAB, read_in_order, row_boxes
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError

@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import nnx_checkpoint as storage
+from nnx_base.shard import shard_of
 from nnx_checkpoint.foreign.dcp_directory import DcpDirectory, interpret
 from nnx_checkpoint.formats import get_format
 from nnx_checkpoint.naming import collect, stored_optimizer_states
-from nnx_checkpoint.shard import shard_of
 from nnx_checkpoint.state import describe_model, describe_optimizer
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError
@@ -722,9 +722,9 @@ BOUNDED = """
     import sys
     import torch
     import nnx_checkpoint as storage
-    from nnx_checkpoint.box import Box
+    from nnx_base.box import Box
     from nnx_checkpoint.formats import get_format
-    from nnx_checkpoint.shard import shard_of
+    from nnx_base.shard import shard_of
 
     torch.set_num_threads(1)
     source, target, form = sys.argv[1:]
@@ -753,9 +753,9 @@ FULL = """
     import sys
     import torch
     import nnx_checkpoint as storage
-    from nnx_checkpoint.errors import CheckpointError
+    from nnx_base.errors import CheckpointError
     from nnx_checkpoint.formats import get_format
-    from nnx_checkpoint.shard import shard_of
+    from nnx_base.shard import shard_of
 
     storage.save(sys.argv[1], tensors={"model.0": shard_of(torch.ones(1 << 20))}, collective=False)
     source = storage.open_checkpoint(sys.argv[1])

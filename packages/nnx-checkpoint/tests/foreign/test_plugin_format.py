@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import nnx_checkpoint
+from nnx_base.shard import shard_of
 from nnx_checkpoint.formats import specs
-from nnx_checkpoint.shard import shard_of
 from nnx_core.errors import CheckpointError
 from nnx_test_helpers.repository import from_repository
 

@@ -84,7 +84,7 @@ def test_tensors_of_any_strides_are_read_in_parts(tmp_path: Path, layout: str) -
     torch.save({"w": tensor}, tmp_path / "w.pt")
     opened = nnx_checkpoint.open_checkpoint(tmp_path / "w.pt")
     assert torch.equal(opened.read("model.w"), tensor)
-    from nnx_checkpoint.shard import Box
+    from nnx_base.shard import Box
 
     shape = tuple(tensor.shape)
     box = Box((1, 1, 0, 2), (1, shape[1] - 1, shape[2], 1))

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import nnx_checkpoint
-from nnx_checkpoint.shard import Box, Shard, shard_of
+from nnx_base.shard import Box, Shard, shard_of
 from nnx_checkpoint.transaction import collect_garbage
 from nnx_core.errors import CheckpointError
 

@@ -61,7 +61,7 @@ def refusal(path: str) -> tuple[str, str]:
     import torch
 
     import nnx_checkpoint
-    from nnx_checkpoint.shard import shard_of
+    from nnx_base.shard import shard_of
 
     forget_connections()
     try:

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor
 
 import nnx_checkpoint
-from nnx_checkpoint.shard import shard_of
+from nnx_base.shard import shard_of
 
 
 def rich_tensors() -> dict[str, Tensor]:

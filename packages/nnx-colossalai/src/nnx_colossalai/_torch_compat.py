@@ -19,7 +19,7 @@ from torch.optim import optimizer as base
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from nnx_checkpoint._torch_compat import Private, local_mode
+from nnx_base._torch_compat import Private, local_mode
 from nnx_core._torch_compat import (
     NO_BACKWARD,
     FakeTensorMode,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx_checkpoint.collective import all_arrive
+from nnx_base.ranks import all_arrive
 from nnx_checkpoint.state import ModelState, OptimizerState
 from nnx_colossalai._torch_compat import collectives_issued
 from nnx_colossalai.device import Device, DeviceMemoryError, HostDevice

@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from nnx_checkpoint.box import Box
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base.box import Box
+from nnx_base.errors import CheckpointError
 from nnx_checkpoint.foreign.contents import Contents, ForeignCheckpoint, as_step, malformed_explained
 from nnx_checkpoint.foreign.safetensors import read_header
 from nnx_checkpoint.foreign.torch_file import FileTensor, load_torch_file

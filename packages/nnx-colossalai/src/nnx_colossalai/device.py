@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
-from nnx_checkpoint.collective import all_gather_object, control_group
+from nnx_base.ranks import all_gather_object, control_group
 from nnx_colossalai.plan.spec import RankResources, Rates, format_bytes
 from nnx_core.calibration import GroupCommunicator, calibrated
 from nnx_core.errors import NnxError

@@ -187,7 +187,7 @@ def _groups() -> list[Any]:
     gloo, and one of them may be about to free the tensor of the last collective, which takes the GIL. Where
     Python frees a group it gives up the GIL first.
     """
-    from nnx_checkpoint._torch_compat import process_groups
+    from nnx_base._torch_compat import process_groups
 
     return process_groups()
 

@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, mse_loss
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from nnx_checkpoint.collective import is_distributed
+from nnx_base.ranks import is_distributed
 
 __all__ = [
     "Block",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
-from nnx_checkpoint.collective import all_gather_object, control_group
+from nnx_base.ranks import all_gather_object, control_group
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import BLOCKS, FEATURES, GLOBAL_BATCH, WIDTH, Block, Outcome, Plain, Task, dataset
 

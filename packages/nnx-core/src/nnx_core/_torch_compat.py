@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
-from nnx_checkpoint._torch_compat import IMPORT, Private
+from nnx_base._torch_compat import IMPORT, Private
 
 __all__ = [
     "NO_BACKWARD",

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from nnx_checkpoint.collective import broadcast_tensor, is_distributed
-from nnx_checkpoint.shard import Shard, shard_of
+from nnx_base.ranks import broadcast_tensor, is_distributed
+from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.state import (
     ModelState,
     OptimizerState,

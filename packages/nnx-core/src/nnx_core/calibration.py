@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import all_reduce
 
-from nnx_checkpoint.collective import all_gather_object
+from nnx_base.ranks import all_gather_object
 from nnx_core._torch_compat import all_gather_into, reduce_scatter_into
 from nnx_core.hardware import COLLECTIVES, Collective, Hardware, MeasuredLink, link_of_json
 from nnx_core.json_files import cache_directory, read_json, write_json

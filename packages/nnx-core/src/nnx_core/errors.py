@@ -1,8 +1,8 @@
-"""Every error that nnx raises on purpose, in one tree; those of `nnx_checkpoint.errors` are part of it."""
+"""Every error that nnx raises on purpose, in one tree; those of `nnx_base.errors` are part of it."""
 
 from __future__ import annotations
 
-from nnx_checkpoint.errors import (
+from nnx_base.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     DisagreementError,

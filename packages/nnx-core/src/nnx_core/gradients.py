@@ -18,7 +18,7 @@ from torch.distributed import all_reduce
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from nnx_checkpoint.collective import is_distributed
+from nnx_base.ranks import is_distributed
 from nnx_core._torch_compat import (
     foreach_clamp_max_,
     foreach_clamp_min_,

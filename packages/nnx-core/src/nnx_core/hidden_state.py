@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx_checkpoint.clean_up import clean_up
+from nnx_base.clean_up import clean_up
 from nnx_core.errors import UnsupportedError
 from nnx_core.whole import Guard, Part, guard, show_plain, show_whole, unguard
 

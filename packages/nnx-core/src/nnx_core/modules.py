@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from nnx_checkpoint.collective import broadcast_tensor, is_distributed
-from nnx_checkpoint.shard import Shard
+from nnx_base.ranks import broadcast_tensor, is_distributed
+from nnx_base.shard import Shard
 from nnx_checkpoint.state import OptimizerState
 from nnx_core.errors import OptionError, UnsupportedError
 

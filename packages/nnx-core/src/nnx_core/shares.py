@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed import all_gather
 from torch.distributed.tensor import DTensor
 
-from nnx_checkpoint._torch_compat import default_group
-from nnx_checkpoint.collective import all_gather_object, control_group, is_distributed
+from nnx_base._torch_compat import default_group
+from nnx_base.ranks import all_gather_object, control_group, is_distributed
 from nnx_core.errors import DisagreementError, UnsupportedError
 from nnx_core.watch import checksum
 

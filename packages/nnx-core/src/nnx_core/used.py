@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch.distributed import all_reduce
 from torch.distributed.distributed_c10d import Store
 
-from nnx_checkpoint._torch_compat import default_store
-from nnx_checkpoint.collective import (
+from nnx_base._torch_compat import default_store
+from nnx_base.ranks import (
     all_gather_object,
     ask_store,
     control_group,

@@ -22,9 +22,9 @@ from torch.distributed import all_gather
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from nnx_checkpoint.box import Box
-from nnx_checkpoint.collective import all_gather_object, control_group, is_distributed
-from nnx_checkpoint.shard import Shard
+from nnx_base.box import Box
+from nnx_base.ranks import all_gather_object, control_group, is_distributed
+from nnx_base.shard import Shard
 from nnx_core.backend import Backend
 from nnx_core.errors import DisagreementError, UnsupportedError
 

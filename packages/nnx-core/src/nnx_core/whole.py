@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
-from nnx_checkpoint._torch_compat import local_mode
-from nnx_checkpoint.clean_up import clean_up
-from nnx_checkpoint.collective import is_distributed
+from nnx_base._torch_compat import local_mode
+from nnx_base.clean_up import clean_up
+from nnx_base.ranks import is_distributed
 from nnx_core._torch_compat import (
     exchange_in_transforms,
     guarded_mode,

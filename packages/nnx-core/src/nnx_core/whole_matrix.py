@@ -31,7 +31,7 @@ from torch.distributed import all_reduce
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from nnx_checkpoint.collective import (
+from nnx_base.ranks import (
     all_gather_object,
     control_group,
     exchange,
@@ -39,7 +39,7 @@ from nnx_checkpoint.collective import (
     is_distributed,
     rank_and_size,
 )
-from nnx_checkpoint.shard import Box, Shard, shard_of
+from nnx_base.shard import Box, Shard, shard_of
 from nnx_checkpoint.state import OptimizerState, ShardOf, describe_optimizer, fill_optimizer, parameter_names
 from nnx_core._torch_compat import run_step_hooks
 from nnx_core.elementwise import Trial, refuse_hidden_shards, try_optimizer

@@ -216,7 +216,7 @@ def test_strict_mode_reaches_whoever_imports_lightning(site, run_python):
     site.add("bb-broken", "import does_not_exist")
     done = run_python("import lightning.pytorch", check=False, NNX_STRICT_PLUGINS="1")
     assert done.returncode == 1
-    assert "nnx_checkpoint.errors.PluginError: plugin 'bb_broken' of bb-broken 1.0" in done.stderr
+    assert "nnx_base.errors.PluginError: plugin 'bb_broken' of bb-broken 1.0" in done.stderr
 
 
 @pytest.mark.full  # `test_launching.py` trains under torchrun without an import

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import nnx
-from nnx_checkpoint.collective import all_arrive, control_group, together
-from nnx_checkpoint.shard import shard_of
+from nnx_base.ranks import all_arrive, control_group, together
+from nnx_base.shard import shard_of
 from nnx_core.backend import Backend, Sample
 from nnx_core.errors import CheckpointError, UnsupportedError
 from nnx_core.gradients import clip_gradients_by_norm, gradients_of, unscale_gradients

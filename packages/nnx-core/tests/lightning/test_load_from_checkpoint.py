@@ -19,7 +19,7 @@ from torch import nn
 
 import nnx
 import nnx_checkpoint as storage
-from nnx_checkpoint.shard import shard_of
+from nnx_base.shard import shard_of
 from nnx_core.errors import CheckpointError, OptionError
 
 

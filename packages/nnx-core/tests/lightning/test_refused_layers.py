@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import nnx
-from nnx_checkpoint.errors import NnxError
+from nnx_base.errors import NnxError
 from nnx_conformance.pool import WorkerPool
 from nnx_core.modules import refuse_layers
 from nnx_fsdp.weights import Weights

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import nnx_checkpoint as storage
+from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.naming import (
     LazyStateDict,
     StoredName,
@@ -18,7 +19,6 @@ from nnx_checkpoint.naming import (
     positional_optimizer_state,
     stored_optimizer_states,
 )
-from nnx_checkpoint.shard import Shard, shard_of
 from nnx_checkpoint.state import describe_model, describe_optimizer, fill_model, repoint_optimizer
 from nnx_core.backend import Backend, Sample
 from nnx_core.errors import CheckpointError

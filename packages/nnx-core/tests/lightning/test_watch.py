@@ -103,7 +103,7 @@ def test_what_one_rank_changed_is_named_with_the_rank(pool: WorkerPool, fault: s
         pool.run(fit, strategy, fault, 4, world_size=3, timeout=60)
     assert len(raised.value.failures) == 3
     for text in raised.value.failures.values():
-        said = "nnx_checkpoint.errors.DisagreementError: after step 4 of this run the ranks differ in "
+        said = "nnx_base.errors.DisagreementError: after step 4 of this run the ranks differ in "
         assert said + FAULTS[fault] in text
 
 

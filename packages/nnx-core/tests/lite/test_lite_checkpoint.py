@@ -11,8 +11,8 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 
+from nnx_base.shard import Box, Shard
 from nnx_checkpoint import convert
-from nnx_checkpoint.shard import Box, Shard
 from nnx_conformance.pool import WorkerPool
 from nnx_core.backend import Backend, NoOptions
 from nnx_core.errors import CheckpointError

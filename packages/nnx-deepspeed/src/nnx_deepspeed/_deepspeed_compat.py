@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx_checkpoint._torch_compat import default_group
-from nnx_checkpoint.collective import control_group, is_distributed
+from nnx_base._torch_compat import default_group
+from nnx_base.ranks import control_group, is_distributed
 from nnx_core._torch_compat import end_of_backward, foreach_copy_, will_execute
 from nnx_core.errors import UnsupportedError
 from nnx_core.watch import Writes

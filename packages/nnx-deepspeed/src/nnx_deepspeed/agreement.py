@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from nnx_checkpoint.collective import is_distributed
+from nnx_base.ranks import is_distributed
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder, asked_anywhere, name_wait, used_anywhere
 from nnx_core.watch import Writes

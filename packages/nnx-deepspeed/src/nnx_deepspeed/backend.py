@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx_checkpoint.clean_up import clean_up
-from nnx_checkpoint.shard import Shard, shard_of
+from nnx_base.clean_up import clean_up
+from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.state import (
     ModelState,
     OptimizerState,

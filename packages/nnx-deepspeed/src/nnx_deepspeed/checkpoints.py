@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from nnx_checkpoint.box import Box
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base.box import Box
+from nnx_base.errors import CheckpointError
 from nnx_checkpoint.foreign.contents import (
     Contents,
     ForeignCheckpoint,

@@ -2,7 +2,7 @@
 
 Stages 1 and 2 cut a param group as one flat vector, so a rank may hold the end of one parameter and the
 beginning of the next. Stage 3 cuts every parameter into equal parts, the last one padded. Either way a part
-is a range of a flattened parameter, which is what `nnx_checkpoint.shard.shard_of_range` describes.
+is a range of a flattened parameter, which is what `nnx_base.shard.shard_of_range` describes.
 
 User code sees none of this: to it parameters (`PartitionedParameter`) and gradients (`WholeGradients`) are
 whole.
@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx_checkpoint.box import cut_range
-from nnx_checkpoint.shard import Box, Shard, shard_of, shard_of_range
+from nnx_base.box import cut_range
+from nnx_base.shard import Box, Shard, shard_of, shard_of_range
 from nnx_core.errors import CheckpointError
 from nnx_core.gradients import Gradient
 from nnx_core.whole import Sees, local_mode, what_it_sees

@@ -28,8 +28,8 @@ from fairscale.nn.data_parallel import FullyShardedDataParallel
 from fairscale.nn.data_parallel.fully_sharded_data_parallel import TrainingState, get_fsdp_instances
 from torch import Tensor, nn
 
-from nnx_checkpoint.box import cut_range
-from nnx_checkpoint.shard import Shard, shard_of_range
+from nnx_base.box import cut_range
+from nnx_base.shard import Shard, shard_of_range
 from nnx_core._torch_compat import current_backward
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder, used_anywhere

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nnx_base.box import Box
 from nnx_checkpoint import Checkpoint, CheckpointFormat, Contents
-from nnx_checkpoint.box import Box
 from nnx_checkpoint.foreign.contents import malformed_explained, pieces_of_range
 from nnx_checkpoint.foreign.torch_file import FileTensor, load_torch_file, mentions
 from nnx_checkpoint.index import Piece

@@ -19,8 +19,8 @@ from torch.distributed.fsdp.wrap import enable_wrap
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from nnx_checkpoint.collective import engine_group
-from nnx_checkpoint.shard import Shard, shard_of
+from nnx_base.ranks import engine_group
+from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core._torch_compat import tree_map
 from nnx_core.backend import Backend, ParallelContext, Sample

@@ -12,9 +12,9 @@ from fairscale.optim import OSS
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx_checkpoint.collective import all_gather_object, control_group, is_distributed
+from nnx_base.ranks import all_gather_object, control_group, is_distributed
+from nnx_base.shard import Shard
 from nnx_checkpoint.naming import StoredName
-from nnx_checkpoint.shard import Shard
 from nnx_checkpoint.state import (
     OptimizerState,
     describe_optimizer,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from nnx_checkpoint.collective import is_distributed
+from nnx_base.ranks import is_distributed
 from nnx_core._torch_compat import when_backward_ends
 from nnx_core.used import used_anywhere
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from nnx_checkpoint.collective import is_distributed
+from nnx_base.ranks import is_distributed
 from nnx_core.errors import UnsupportedError
 from nnx_core.gradients import Gradient
 from nnx_core.own_optimizers import no_optimizer, refuse_no_optimizer

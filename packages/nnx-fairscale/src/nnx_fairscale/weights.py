@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nnx_checkpoint.box import cut_range
+from nnx_base.box import cut_range
 from nnx_core._torch_compat import storage_users
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder

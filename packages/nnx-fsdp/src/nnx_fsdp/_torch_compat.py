@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils.hooks import RemovableHandle
 
-from nnx_checkpoint._torch_compat import IMPORT, Private
+from nnx_base._torch_compat import IMPORT, Private
 from nnx_core._torch_compat import param_groups, state_of, tree_leaves, when_backward_ends
 from nnx_core.errors import UnsupportedError
 from nnx_core.whole import in_guarded_mode, local_mode, part_of

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from nnx_checkpoint.collective import is_distributed
+from nnx_base.ranks import is_distributed
 from nnx_core._torch_compat import when_backward_ends
 from nnx_core.used import CollectiveOrder, asked_anywhere
 from nnx_fsdp._torch_compat import (

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nnx_checkpoint.shard import shard_of
+from nnx_base.shard import shard_of
 from nnx_core._torch_compat import storage_users
 from nnx_core.errors import UnsupportedError
 from nnx_core.watch import checksum, digest, refuse_unequal_gradient

@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._sympy.printers import PythonPrinter
 
-from nnx_checkpoint._torch_compat import IMPORT, Private
+from nnx_base._torch_compat import IMPORT, Private
 
 __all__ = [
     "HigherOrderOperator",

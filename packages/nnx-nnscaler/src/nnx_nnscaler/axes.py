@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from nnx_checkpoint.collective import is_distributed
+from nnx_base.ranks import is_distributed
 
 __all__ = ["Axes", "make_axes", "with_pipe"]
 

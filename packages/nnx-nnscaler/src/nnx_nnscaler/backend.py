@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx_checkpoint.clean_up import clean_up
-from nnx_checkpoint.shard import Shard, shard_of
+from nnx_base.clean_up import clean_up
+from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core import random_state
 from nnx_core._torch_compat import NO_BACKWARD, current_backward, foreach_copy_

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nnx_checkpoint.collective import control_group, together
+from nnx_base.ranks import control_group, together
 from nnx_core._torch_compat import FakeTensor, tree_map
 from nnx_core.backend import ParallelContext, Sample, first_call
 from nnx_core.calibration import GroupCommunicator, calibrated

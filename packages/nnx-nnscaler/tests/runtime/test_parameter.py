@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nnx_checkpoint.box import find_fault
+from nnx_base.box import find_fault
 from nnx_core.errors import UnsupportedError
 from nnx_core.whole import can_be_guarded, guarded_mode, local_mode, part_of
 from nnx_nnscaler.axes import Axes

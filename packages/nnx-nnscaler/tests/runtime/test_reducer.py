@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from nnx_checkpoint.collective import engine_group
+from nnx_base.ranks import engine_group
 from nnx_core import used
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.axes import make_axes

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from nnx_base.errors import NnxError
 from nnx_checkpoint.cli.output import print_error, print_note, print_text
-from nnx_checkpoint.errors import NnxError
 
 GROUP = "nnx.commands"
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict
 
+from nnx_base.errors import CheckpointError
 from nnx_checkpoint.cli.output import human_bytes
-from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.formats import files_below
 from nnx_checkpoint.manifest import load_json
 from nnx_checkpoint.source import Source, is_checkpoint

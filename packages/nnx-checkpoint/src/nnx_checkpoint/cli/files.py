@@ -13,6 +13,7 @@ from typing import Any, Literal
 import typer
 from typing_extensions import TypedDict
 
+from nnx_base.errors import CheckpointError, ReaderNotInstalledError
 from nnx_checkpoint.cli.content import progress_of, read_content, read_objects
 from nnx_checkpoint.cli.output import (
     INTERRUPTED,
@@ -23,7 +24,6 @@ from nnx_checkpoint.cli.output import (
     print_table,
     print_text,
 )
-from nnx_checkpoint.errors import CheckpointError, ReaderNotInstalledError
 from nnx_checkpoint.formats import Found, files_below, survey
 from nnx_checkpoint.manifest import MANIFEST, Manifest, decode_manifest, is_save_id
 from nnx_checkpoint.source import Source, read_manifest

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict
 
+from nnx_base.errors import CheckpointError, UnsupportedError
 from nnx_checkpoint.cli.content import (
     Content,
     OptimizerState,
@@ -25,7 +26,6 @@ from nnx_checkpoint.cli.content import (
     tree_lines,
 )
 from nnx_checkpoint.cli.output import human_bytes, print_json, print_note, print_pairs, print_text
-from nnx_checkpoint.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     from nnx_checkpoint.index import TensorEntry

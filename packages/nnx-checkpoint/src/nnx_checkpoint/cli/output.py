@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from nnx_checkpoint.errors import NnxError
+from nnx_base.errors import NnxError
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell has it."""

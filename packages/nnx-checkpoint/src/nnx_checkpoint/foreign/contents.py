@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from nnx_checkpoint.box import Box, boxes_of_range, cut_range, find_fault
+from nnx_base.box import Box, boxes_of_range, cut_range, find_fault
+from nnx_base.errors import CheckpointError
 from nnx_checkpoint.codec import Encoder, decode
-from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.foreign.torch_file import FileTensor, load_torch_file, map_paths, map_tree
 from nnx_checkpoint.index import Piece, TensorEntry
 from nnx_checkpoint.manifest import load_json
@@ -299,7 +299,7 @@ def _place(value: FileTensor | LocatedTensor | Tensor) -> tuple[Any, ...] | None
 
 # --- ranges of flat buffers ----------------------------------------------------------------------- ZeRO and
 # its like keep many tensors end to end in one buffer and cut that evenly, wherever the tensors begin. What
-# one rank holds of a tensor is then a range of its elements, and a few boxes of it (`nnx_checkpoint.box`).
+# one rank holds of a tensor is then a range of its elements, and a few boxes of it (`nnx_base.box`).
 # What all elements share, such as the number of steps, is stored beside them.
 
 

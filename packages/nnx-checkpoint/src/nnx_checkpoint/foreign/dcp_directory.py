@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base.errors import CheckpointError
 from nnx_checkpoint.foreign.contents import IN_FILES, TENSORS, Contents, ForeignCheckpoint, Lifted, unpack
 from nnx_checkpoint.foreign.dcp_files import (
     DcpMetadata,

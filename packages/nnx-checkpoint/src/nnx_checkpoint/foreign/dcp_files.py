@@ -37,10 +37,11 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import Self, override
 
+from nnx_base.box import Box, find_fault
+from nnx_base.errors import CheckpointError
+from nnx_base.shard import Shard
 from nnx_checkpoint._torch_compat import storage_info
-from nnx_checkpoint.box import Box, find_fault
 from nnx_checkpoint.dcp import Handle
-from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.foreign.contents import LocatedTensor
 from nnx_checkpoint.foreign.lightning_file import write_torch_file
 from nnx_checkpoint.foreign.pickle_cost import refuse_swollen
@@ -56,7 +57,6 @@ from nnx_checkpoint.formats import Progress
 from nnx_checkpoint.index import Piece
 from nnx_checkpoint.manifest import load_json
 from nnx_checkpoint.naming import Described, StoredName
-from nnx_checkpoint.shard import Shard
 from nnx_checkpoint.slabs import SLAB, Part, read_in_order, row_boxes
 from nnx_checkpoint.storage.files import FileReader, explained, is_file, require_inside
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from nnx_base.errors import CheckpointError
 from nnx_checkpoint._torch_compat import rebuilding, storage_kind
 from nnx_checkpoint.codec import EnumName
-from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.foreign.contents import Contents, ForeignCheckpoint, Lifted, pack, unpack
 from nnx_checkpoint.foreign.torch_file import FileTensor, load_torch_file, map_tree
 from nnx_checkpoint.formats import CheckpointFormat, Progress

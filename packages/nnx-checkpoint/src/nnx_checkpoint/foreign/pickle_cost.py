@@ -16,8 +16,8 @@ from typing import IO, Any
 
 from typing_extensions import override
 
+from nnx_base.errors import CheckpointError
 from nnx_checkpoint.codec import HashCounts
-from nnx_checkpoint.errors import CheckpointError
 
 __all__ = ["MOST_OBJECTS", "refuse_swollen", "refuse_swollen_pickle"]
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from nnx_checkpoint.box import Box
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base.box import Box
+from nnx_base.errors import CheckpointError
 from nnx_checkpoint.foreign.contents import Contents, ForeignCheckpoint, Lifted, pack, unpack
 from nnx_checkpoint.formats import CheckpointFormat, Progress
 from nnx_checkpoint.index import Piece, TensorEntry

@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from typing_extensions import override
 
+from nnx_base.box import Box
+from nnx_base.errors import CheckpointError
 from nnx_checkpoint._torch_compat import STORAGE_DTYPES, load_structure, position_in_file
-from nnx_checkpoint.box import Box
-from nnx_checkpoint.errors import CheckpointError
 from nnx_checkpoint.foreign.pickle_cost import MOST_OBJECTS, refuse_swollen, refuse_swollen_pickle
 from nnx_checkpoint.index import Piece, TensorEntry
 from nnx_checkpoint.storage.files import FileReader, is_file, read_exactly

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base.errors import CheckpointError
 
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.EROFS}
 """What file systems answer that cannot force the names of a directory to disk, and need not."""

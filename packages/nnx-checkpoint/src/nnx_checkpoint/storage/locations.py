@@ -17,7 +17,7 @@ from typing import BinaryIO, Literal
 
 from typing_extensions import override
 
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base.errors import CheckpointError
 from nnx_checkpoint.storage import Location, Place
 from nnx_checkpoint.storage.files import (
     DirectFile,

@@ -20,7 +20,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.registry import known_implementations  # type: ignore[import-untyped]
 from typing_extensions import override
 
-from nnx_checkpoint.errors import CheckpointError
+from nnx_base.errors import CheckpointError
 from nnx_checkpoint.storage import Place
 from nnx_checkpoint.storage.files import Lock, StreamWriter, truncated
 

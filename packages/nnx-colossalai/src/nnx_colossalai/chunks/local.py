@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from nnx_checkpoint.clean_up import clean_up_after_error
+from nnx_base.clean_up import clean_up_after_error
 from nnx_colossalai._torch_compat import (
     NO_BACKWARD,
     Silenced,

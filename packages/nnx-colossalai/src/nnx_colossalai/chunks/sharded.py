@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from nnx_checkpoint.clean_up import clean_up, clean_up_after_error
-from nnx_checkpoint.collective import all_gather_object, control_group, together
+from nnx_base.clean_up import clean_up, clean_up_after_error
+from nnx_base.ranks import all_gather_object, control_group, together
 from nnx_colossalai._torch_compat import (
     Gathered,
     ShardedParameter,

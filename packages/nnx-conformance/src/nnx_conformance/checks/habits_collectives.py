@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn import functional
 
-from nnx_checkpoint.collective import is_distributed
+from nnx_base.ranks import is_distributed
 from nnx_conformance.check import Bench, check, expect
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import GLOBAL_BATCH, Plain, Task

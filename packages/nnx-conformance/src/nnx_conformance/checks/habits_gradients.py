@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
-from nnx_checkpoint.collective import is_distributed
+from nnx_base.ranks import is_distributed
 from nnx_conformance.habits import Habitual, Manual, chapter
 from nnx_core.errors import NnxError
 

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
-from nnx_checkpoint.collective import all_arrive
+from nnx_base.ranks import all_arrive
 from nnx_conformance.check import Bench, check, expect
 from nnx_conformance.checks.manners_failures import (
     MESSAGE,

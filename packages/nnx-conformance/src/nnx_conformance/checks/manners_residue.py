@@ -24,7 +24,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 import nnx_core
-from nnx_checkpoint._torch_compat import process_groups
+from nnx_base._torch_compat import process_groups
 from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_equal_losses, expect_same_run
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task

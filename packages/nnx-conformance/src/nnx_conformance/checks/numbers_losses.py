@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
-from nnx_checkpoint.shard import Shard
+from nnx_base.shard import Shard
 from nnx_conformance.check import (
     TOLERANCE,
     Bench,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from nnx_checkpoint.collective import all_gather_object, control_group
+from nnx_base.ranks import all_gather_object, control_group
 from nnx_conformance.check import (
     TOLERANCE,
     Bench,

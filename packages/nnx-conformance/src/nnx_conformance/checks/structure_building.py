@@ -13,7 +13,7 @@ from torch.distributed.fsdp.wrap import wrap
 from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor
 
-from nnx_checkpoint.collective import is_distributed
+from nnx_base.ranks import is_distributed
 from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_same_run, trains
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import BLOCKS, FEATURES, GLOBAL_BATCH, WIDTH, Block, Outcome, Plain, Task

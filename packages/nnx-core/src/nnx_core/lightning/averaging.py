@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn
 
-from nnx_checkpoint.collective import (
+from nnx_base.ranks import (
     all_gather_object,
     broadcast_tensor,
     control_group,
     is_distributed,
 )
+from nnx_base.shard import Shard
 from nnx_checkpoint.loading import load_model
-from nnx_checkpoint.shard import Shard
 from nnx_checkpoint.state import ModelState, as_state_dict, describe_model
 from nnx_core.backend import Backend
 from nnx_core.errors import UnsupportedError

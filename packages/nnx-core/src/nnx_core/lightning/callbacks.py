@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from nnx_checkpoint.collective import control_group, gather_object
+from nnx_base.ranks import control_group, gather_object
 from nnx_checkpoint.inflight import current, settle_quietly
 from nnx_checkpoint.naming import RANKS
 from nnx_checkpoint.writer import poll

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import nnx_checkpoint as storage
-from nnx_checkpoint.collective import all_gather_object, control_group, gather_object, rank_and_size, together
+from nnx_base.ranks import all_gather_object, control_group, gather_object, rank_and_size, together
+from nnx_base.shard import Shard
 from nnx_checkpoint.inflight import after_save, settle
 from nnx_checkpoint.loading import load_model
 from nnx_checkpoint.naming import (
@@ -39,7 +40,6 @@ from nnx_checkpoint.naming import (
     stored_objects,
     stored_optimizer_states,
 )
-from nnx_checkpoint.shard import Shard
 from nnx_checkpoint.state import OptimizerState, as_state_dict, is_extra_state
 from nnx_checkpoint.storage.locations import place_of
 from nnx_checkpoint.writer import release

@@ -23,7 +23,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from nnx_checkpoint.collective import control_group, together
+from nnx_base.ranks import control_group, together
 from nnx_checkpoint.naming import RANKS
 from nnx_core import random_state
 from nnx_core.errors import CheckpointError

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx_checkpoint.collective import control_group, together
+from nnx_base.ranks import control_group, together
 from nnx_checkpoint.naming import (
     FABRIC_KEYS,
     RANKS,

@@ -20,8 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from nnx_checkpoint.clean_up import CleanUp, note
-from nnx_checkpoint.collective import all_arrive, control_group, together
+from nnx_base.clean_up import CleanUp, note
+from nnx_base.ranks import all_arrive, control_group, together
 from nnx_checkpoint.inflight import settle_quietly, take_error
 from nnx_checkpoint.state import OptimizerState, parameter_names, repoint_optimizer
 from nnx_checkpoint.writer import poll

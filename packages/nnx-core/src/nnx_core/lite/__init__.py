@@ -14,7 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx_checkpoint.collective import control_group, together
+from nnx_base.ranks import control_group, together
 from nnx_checkpoint.naming import LazyStateDict, numbered_optimizer_state, numbers_parameters
 from nnx_checkpoint.state import as_state_dict
 from nnx_core._torch_compat import IncompatibleKeys

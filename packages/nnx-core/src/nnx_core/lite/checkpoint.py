@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from nnx_checkpoint.collective import control_group, together
+from nnx_base.ranks import control_group, together
+from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.naming import FABRIC_KEYS
-from nnx_checkpoint.shard import Shard, shard_of
 from nnx_core.backend import Backend, NoOptions, ParallelContext, Sample
 from nnx_core.errors import CheckpointError
 from nnx_core.lightning.checkpoint import (

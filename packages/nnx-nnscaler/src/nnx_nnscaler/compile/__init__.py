@@ -1,1 +1,1 @@
-"""From a module to a program that can be called: compile once for each form of input, keep it, find it again."""
+"""From a module to a program that can be called: compiled once for each form of input, kept, found again."""

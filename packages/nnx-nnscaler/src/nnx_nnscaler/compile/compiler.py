@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nnx_checkpoint.collective import all_gather_object, together
+from nnx_base.ranks import all_gather_object, together
 from nnx_core.errors import NnxError, PlanError, UnsupportedError
 from nnx_nnscaler.codegen.emit import Program, emit, load_program
 from nnx_nnscaler.ir.graph import Graph

@@ -1,8 +1,8 @@
 """Placements of a tensor over the ranks of a unit, and the collectives that turn one into another.
 
-``R``: every rank holds the tensor. ``P``: every rank holds a summand of it. ``S(dim, groups)``: the dim is viewed
-as ``(groups, size / groups)`` and split evenly along the second factor, so that ``groups=3`` splits a fused
-query-key-value projection by heads. A negative dim is not allowed.
+``R``: every rank holds the tensor. ``P``: every rank holds a summand of it. ``S(dim, groups)``: the dim is
+viewed as ``(groups, size / groups)`` and split evenly along the second factor, so that ``groups=3`` splits a
+fused query-key-value projection by heads. A negative dim is not allowed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from nnx_checkpoint.box import Box
+from nnx_base.box import Box
 
 _SHARD = re.compile(r"S\((\d+)(?:, ?(\d+))?\)")
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nnx_checkpoint.collective import wait_for_collective
+from nnx_base.ranks import wait_for_collective
 from nnx_core._torch_compat import when_backward_ends
 from nnx_core.errors import UnsupportedError
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
-from nnx_checkpoint.collective import control_group, gather_object, together
+from nnx_base.ranks import control_group, gather_object, together
 from nnx_core._torch_compat import when_backward_ends
 from nnx_core.errors import NnxError
 from nnx_nnscaler.plan.pipeline_plan import PipelinePlan, predicted

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from nnx_checkpoint.box import Box
-from nnx_checkpoint.shard import Shard
+from nnx_base.box import Box
+from nnx_base.shard import Shard
 from nnx_core import whole as guards
 from nnx_core._torch_compat import NO_BACKWARD, current_backward
 from nnx_core.errors import UnsupportedError

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import all_reduce
 
-from nnx_checkpoint.clean_up import clean_up_after_error
-from nnx_checkpoint.collective import wait_for_collective
+from nnx_base.clean_up import clean_up_after_error
+from nnx_base.ranks import wait_for_collective
 from nnx_core._torch_compat import foreach_copy_, foreach_mul_, users_of_storage, when_backward_ends
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import asked_anywhere

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import all_reduce
 
-from nnx_checkpoint.collective import wait_for_collective
+from nnx_base.ranks import wait_for_collective
 from nnx_core._torch_compat import all_gather_into, reduce_scatter_into
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder

@@ -2,7 +2,7 @@
 
 A logical tensor has a global shape and is cut into *boxes* (axis-aligned hyperrectangles). Every engine's way
 of partitioning reduces to boxes: whole replicas, DTensor shards along any tensor dim, local shards of a
-compiled program, and ranges of a flattened buffer. This module owns what ties boxes (`nnx_checkpoint.box`) to
+compiled program, and ranges of a flattened buffer. This module owns what ties boxes (`nnx_base.box`) to
 tensors. It never communicates and never copies data. See `nnx_checkpoint` for who writes and reads shards,
 `nnx_core.backend` for who makes them.
 """
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from nnx_checkpoint._torch_compat import local_mode
-from nnx_checkpoint.box import Box, boxes_of_range
+from nnx_base._torch_compat import local_mode
+from nnx_base.box import Box, boxes_of_range
 
 __all__ = ["Box", "Shard", "shard_of", "shard_of_range"]
 

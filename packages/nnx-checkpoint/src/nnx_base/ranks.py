@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.distributed import all_gather_object as _all_gather_object
 from torch.distributed import gather_object as _gather_object
 
-from nnx_checkpoint._torch_compat import default_group, default_store, timeout_of
-from nnx_checkpoint.clean_up import note
-from nnx_checkpoint.errors import CheckpointError, NnxError, RankLostError
+from nnx_base._torch_compat import default_group, default_store, timeout_of
+from nnx_base.clean_up import note
+from nnx_base.errors import CheckpointError, NnxError, RankLostError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
