@@ -37,9 +37,10 @@ import torch
 
 from nnx_base.box import boxes_of_range
 from nnx_base.shard import Box, Shard
-from nnx_checkpoint.index import Index, decode_index, encode_index
-from nnx_checkpoint.manifest import BLOCK, FileEntry, Manifest, encode_manifest
-from nnx_checkpoint.plan import (
+from nnx_checkpoint.format.index import Index, decode_index, encode_index
+from nnx_checkpoint.format.manifest import BLOCK, FileEntry, Manifest, encode_manifest
+from nnx_checkpoint.format.rankfile import _header, file_order
+from nnx_checkpoint.writing.plan import (
     Description,
     Head,
     Mode,
@@ -52,7 +53,6 @@ from nnx_checkpoint.plan import (
     select,
     unpack,
 )
-from nnx_checkpoint.rankfile import _header, file_order
 
 T = TypeVar("T")
 WIDTH = 4096

@@ -22,8 +22,8 @@ from torch.optim import SGD, Optimizer
 import nnx_checkpoint
 from faults import EVERYTHING, fault
 from nnx_base.shard import shard_of
-from nnx_checkpoint.naming import RANKS
-from nnx_checkpoint.state import ModelState, OptimizerState
+from nnx_checkpoint.reading.naming import RANKS
+from nnx_checkpoint.reading.state import ModelState, OptimizerState
 from nnx_fsdp.backend import FSDPBackend
 from nnx_tiny.backend import TinyBackend
 

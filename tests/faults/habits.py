@@ -569,14 +569,14 @@ class Forgetful(TinyBackend):
 class FillsCopies(Forgetful):
     """Reads everything straight into what `state_dict()` returned, be it a copy."""
 
-    forgotten = "nnx_checkpoint.loading._self_loading"
+    forgotten = "nnx_checkpoint.reading.loading._self_loading"
     instead = staticmethod(lambda module, state: state.copies.clear() or ())
 
 
 class LoadsWithoutHooks(Forgetful):
     """Calls no hook after loading."""
 
-    forgotten = "nnx_checkpoint.loading.has_load_hooks"
+    forgotten = "nnx_checkpoint.reading.loading.has_load_hooks"
     instead = staticmethod(lambda module: False)
 
 

@@ -19,8 +19,9 @@ import torch
 import nnx
 import nnx_checkpoint
 from nnx_base.shard import shard_of
-from nnx_checkpoint import inflight, writer
-from nnx_checkpoint.writer import Arena
+from nnx_checkpoint.format import inflight
+from nnx_checkpoint.writing import writer
+from nnx_checkpoint.writing.writer import Arena
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_core.errors import CheckpointError
 from nnx_test_helpers import async_jobs, checkpoint_jobs
@@ -259,7 +260,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
 
 SCRIPT = """
 import sys, time, torch, nnx_checkpoint
-from nnx_checkpoint.writer import Save
+from nnx_checkpoint.writing.writer import Save
 from nnx_base.shard import shard_of
 complete = Save.complete
 Save.complete = lambda self: (time.sleep(0.5), complete(self))

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.optim.swa_utils import AveragedModel
 
 import nnx_checkpoint
-from nnx_checkpoint.codec import Encoder, EnumName, decode
+from nnx_checkpoint.format.codec import Encoder, EnumName, decode
 from nnx_core.errors import CheckpointError
 
 

@@ -15,7 +15,7 @@ import xxhash
 
 import nnx_checkpoint
 from nnx_base.shard import shard_of
-from nnx_checkpoint import manifest as manifest_module
+from nnx_checkpoint.format import manifest as manifest_module
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError
 from nnx_test_helpers.training import Run, train

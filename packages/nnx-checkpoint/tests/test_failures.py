@@ -19,11 +19,11 @@ import torch
 
 import nnx_checkpoint
 from nnx_base.shard import Box, Shard, shard_of
-from nnx_checkpoint.manifest import FileEntry, Manifest
+from nnx_checkpoint.format.manifest import FileEntry, Manifest
 from nnx_checkpoint.storage import files
 from nnx_checkpoint.storage.files import _REMEDIES, explained
 from nnx_checkpoint.storage.locations import LocalPlace, place_of
-from nnx_checkpoint.transaction import begin
+from nnx_checkpoint.writing.transaction import begin
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_core.errors import CheckpointError
 from nnx_test_helpers import checkpoint_jobs
@@ -195,7 +195,7 @@ def test_a_clock_that_is_set_back_does_not_change_which_saves_are_the_latest(
     begun = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
     for step, hours in enumerate((0, 1, -2, -3)):
         monkeypatch.setattr(
-            "nnx_checkpoint.transaction.now", lambda hours=hours: begun + timedelta(hours=hours)
+            "nnx_checkpoint.writing.transaction.now", lambda hours=hours: begun + timedelta(hours=hours)
         )
         save(tmp_path / "a", objects={"step": step}, keep_previous=1)
     assert nnx_checkpoint.open_checkpoint(tmp_path / "a").objects == {"step": 3}
@@ -393,7 +393,7 @@ def test_a_lock_that_is_released_while_another_run_asks_for_it_is_taken_anew(
 
 
 def test_an_interrupted_save_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nnx_checkpoint import writer
+    from nnx_checkpoint.writing import writer
 
     def interrupt(*_: object) -> Any:
         raise KeyboardInterrupt

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nnx_base.box import Box, boxes_of_range, find_fault
-from nnx_checkpoint.index import decode_index, encode_index, index_of
-from nnx_checkpoint.manifest import FileEntry, Manifest, decode_manifest, encode_manifest
-from nnx_checkpoint.rankfile import flat_bytes
+from nnx_checkpoint.format.index import decode_index, encode_index, index_of
+from nnx_checkpoint.format.manifest import FileEntry, Manifest, decode_manifest, encode_manifest
+from nnx_checkpoint.format.rankfile import flat_bytes
 from nnx_core.errors import CheckpointError
 
 shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)

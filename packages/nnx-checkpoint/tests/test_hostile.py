@@ -23,10 +23,10 @@ import nnx_checkpoint
 from nnx_base.box import Box, find_fault
 from nnx_base.shard import shard_of
 from nnx_checkpoint.cli.output import printable
-from nnx_checkpoint.comparison import compare
+from nnx_checkpoint.conversion.comparison import compare
 from nnx_checkpoint.foreign.contents import Contents, unpack
-from nnx_checkpoint.manifest import MANIFEST, _sign, digest
-from nnx_checkpoint.naming import FABRIC_KEYS
+from nnx_checkpoint.format.manifest import MANIFEST, _sign, digest
+from nnx_checkpoint.reading.naming import FABRIC_KEYS
 from nnx_core import load_from_checkpoint
 from nnx_core.errors import CheckpointError
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from nnx_checkpoint import pinned, writer
-from nnx_checkpoint.pinned import registered_empty
+from nnx_checkpoint.writing import pinned, writer
+from nnx_checkpoint.writing.pinned import registered_empty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

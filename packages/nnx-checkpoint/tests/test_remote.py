@@ -15,12 +15,12 @@ import nnx_checkpoint
 from jobs import remote_jobs, remote_training_jobs
 from jobs.remote_jobs import Unreachable, keys
 from nnx_base.shard import Box, shard_of
-from nnx_checkpoint.index import Piece, TensorEntry
-from nnx_checkpoint.manifest import Manifest
-from nnx_checkpoint.reader import Fetcher, PlainFiles, Wanted
+from nnx_checkpoint.format.index import Piece, TensorEntry
+from nnx_checkpoint.format.manifest import Manifest
+from nnx_checkpoint.reading.reader import Fetcher, PlainFiles, Wanted
 from nnx_checkpoint.storage import remote
 from nnx_checkpoint.storage.locations import LocalPlace, place_of
-from nnx_checkpoint.transaction import begin
+from nnx_checkpoint.writing.transaction import begin
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_core.errors import CheckpointError
 from nnx_test_helpers import checkpoint_jobs

@@ -13,8 +13,8 @@ import torch
 import nnx_checkpoint
 from nnx_base.errors import CheckpointError
 from nnx_base.shard import shard_of
-from nnx_checkpoint import slabs, verification
-from nnx_checkpoint.manifest import MANIFEST, load_json
+from nnx_checkpoint.format.manifest import MANIFEST, load_json
+from nnx_checkpoint.reading import slabs, verification
 
 
 def save(path: Path, value: float = 1) -> Path:
@@ -84,7 +84,7 @@ def test_a_target_that_exists_is_refused_before_anything_is_read(
     (tmp_path / "one.ckpt").write_text("the user's")
     (tmp_path / "link.ckpt").symlink_to("nowhere")
     monkeypatch.setattr(slabs, "read_in_order", pytest.fail)
-    monkeypatch.setattr("nnx_checkpoint.conversion.open_checkpoint", pytest.fail)
+    monkeypatch.setattr("nnx_checkpoint.conversion.convert.open_checkpoint", pytest.fail)
     for write in (nnx_checkpoint.merge, nnx_checkpoint.convert):
         for target in ("one.ckpt", "link.ckpt"):
             with pytest.raises(CheckpointError, match="it exists already"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import nnx
 import nnx_checkpoint as storage
-from nnx_checkpoint.naming import stored_optimizer_states
+from nnx_checkpoint.reading.naming import stored_optimizer_states
 from nnx_colossalai.checkpoints import ColossalAI
 from nnx_core.errors import CheckpointError
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnx_checkpoint.foreign.torch_file import FileTensor, Inert, load_torch_file
+from nnx_checkpoint.unpickling.torch_file import FileTensor, Inert, load_torch_file
 
 
 @pytest.fixture

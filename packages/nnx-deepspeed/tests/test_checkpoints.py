@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import nnx_checkpoint as storage
 from jobs.deepspeed_native_jobs import FIXTURES, script
 from nnx_base.box import Box
-from nnx_checkpoint.naming import stored_optimizer_states
+from nnx_checkpoint.reading.naming import stored_optimizer_states
 from nnx_checkpoint.storage.files import FileReader
 from nnx_core.errors import CheckpointError
 from nnx_deepspeed.checkpoints import DeepSpeed

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import nnx_checkpoint as storage
-from nnx_checkpoint.naming import stored_optimizer_states
+from nnx_checkpoint.reading.naming import stored_optimizer_states
 from nnx_core.errors import CheckpointError
 from nnx_nnscaler.checkpoints import NnScaler
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 import nnx_checkpoint
 from nnx_base.shard import shard_of
-from nnx_checkpoint import inflight, writer
-from nnx_checkpoint.writer import Save
+from nnx_checkpoint.format import inflight
+from nnx_checkpoint.writing import writer
+from nnx_checkpoint.writing.writer import Save
 from nnx_core.errors import CheckpointError
 from nnx_test_helpers import checkpoint_jobs
 

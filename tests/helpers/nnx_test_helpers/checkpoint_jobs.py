@@ -215,7 +215,7 @@ def plant(fault: str, state: dict[str, Any]) -> Iterator[None]:
 
 def leave_during_save(path: str) -> str:
     """Rank 1 dies between planning and writing."""
-    from nnx_checkpoint import writer
+    from nnx_checkpoint.writing import writer
 
     rank, size = rank_and_size()
     if rank == 1:
@@ -233,7 +233,7 @@ def leave_during_save(path: str) -> str:
 
 def lose_directory_during_save(path: str) -> str:
     """The save's directory vanishes on both ranks' file system between planning and writing."""
-    from nnx_checkpoint import writer
+    from nnx_checkpoint.writing import writer
 
     rank, size = rank_and_size()
     real = writer.write_rank_file

@@ -10,21 +10,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nnx_checkpoint.codec import EnumName
-    from nnx_checkpoint.comparison import Comparison, compare
-    from nnx_checkpoint.conversion import convert, merge
-    from nnx_checkpoint.dcp import Handle, Reader, Writer
+    from nnx_checkpoint.conversion.comparison import Comparison, compare
+    from nnx_checkpoint.conversion.convert import convert, merge
     from nnx_checkpoint.foreign.contents import Contents
-    from nnx_checkpoint.formats import CheckpointFormat, find_format, open_checkpoint
-    from nnx_checkpoint.index import TensorEntry
-    from nnx_checkpoint.inflight import PendingSave
+    from nnx_checkpoint.foreign.dcp import Handle, Reader, Writer
+    from nnx_checkpoint.format.codec import EnumName
+    from nnx_checkpoint.format.index import TensorEntry
+    from nnx_checkpoint.format.inflight import PendingSave
+    from nnx_checkpoint.format.manifest import Manifest
+    from nnx_checkpoint.format.source import is_checkpoint
     from nnx_checkpoint.loop import load, save
-    from nnx_checkpoint.manifest import Manifest
-    from nnx_checkpoint.reader import Checkpoint, NativeCheckpoint, open_native
-    from nnx_checkpoint.source import is_checkpoint
-    from nnx_checkpoint.transaction import collect_garbage
-    from nnx_checkpoint.verification import Damage, verify
-    from nnx_checkpoint.writer import save_async
+    from nnx_checkpoint.reading.formats import CheckpointFormat, find_format, open_checkpoint
+    from nnx_checkpoint.reading.reader import Checkpoint, NativeCheckpoint, open_native
+    from nnx_checkpoint.reading.verification import Damage, verify
+    from nnx_checkpoint.writing.transaction import collect_garbage
+    from nnx_checkpoint.writing.writer import save_async
 
 __all__ = [
     "Checkpoint",
@@ -55,31 +55,31 @@ __all__ = [
 ]
 
 _HOME = {
-    "Checkpoint": "reader",
-    "CheckpointFormat": "formats",
-    "Comparison": "comparison",
+    "Checkpoint": "reading.reader",
+    "CheckpointFormat": "reading.formats",
+    "Comparison": "conversion.comparison",
     "Contents": "foreign.contents",
-    "Damage": "verification",
-    "EnumName": "codec",
-    "Handle": "dcp",
-    "Manifest": "manifest",
-    "NativeCheckpoint": "reader",
-    "PendingSave": "inflight",
-    "Reader": "dcp",
-    "TensorEntry": "index",
-    "Writer": "dcp",
-    "collect_garbage": "transaction",
-    "compare": "comparison",
-    "convert": "conversion",
-    "find_format": "formats",
-    "is_checkpoint": "source",
-    "merge": "conversion",
-    "open_checkpoint": "formats",
-    "open_native": "reader",
+    "Damage": "reading.verification",
+    "EnumName": "format.codec",
+    "Handle": "foreign.dcp",
+    "Manifest": "format.manifest",
+    "NativeCheckpoint": "reading.reader",
+    "PendingSave": "format.inflight",
+    "Reader": "foreign.dcp",
+    "TensorEntry": "format.index",
+    "Writer": "foreign.dcp",
+    "collect_garbage": "writing.transaction",
+    "compare": "conversion.comparison",
+    "convert": "conversion.convert",
+    "find_format": "reading.formats",
+    "is_checkpoint": "format.source",
+    "merge": "conversion.convert",
+    "open_checkpoint": "reading.formats",
+    "open_native": "reading.reader",
     "load": "loop",
     "save": "loop",
-    "save_async": "writer",
-    "verify": "verification",
+    "save_async": "writing.writer",
+    "verify": "reading.verification",
 }
 
 

@@ -23,14 +23,18 @@ from torch.optim import Optimizer
 from nnx_base.errors import CheckpointError
 from nnx_base.ranks import control_group, exchange, rank_and_size, together
 from nnx_base.shard import Shard, shard_of
-from nnx_checkpoint import writer
-from nnx_checkpoint.codec import Encoder
-from nnx_checkpoint.foreign.torch_file import map_tree
-from nnx_checkpoint.formats import open_checkpoint
-from nnx_checkpoint.loading import load_model
-from nnx_checkpoint.naming import LazyStateDict, OptimizerState, Saved, collect, stored_optimizer_states
-from nnx_checkpoint.reader import Checkpoint
-from nnx_checkpoint.state import (
+from nnx_checkpoint.format.codec import Encoder
+from nnx_checkpoint.reading.formats import open_checkpoint
+from nnx_checkpoint.reading.loading import load_model
+from nnx_checkpoint.reading.naming import (
+    LazyStateDict,
+    OptimizerState,
+    Saved,
+    collect,
+    stored_optimizer_states,
+)
+from nnx_checkpoint.reading.reader import Checkpoint
+from nnx_checkpoint.reading.state import (
     ModelState,
     as_state_dict,
     describe_model,
@@ -39,6 +43,8 @@ from nnx_checkpoint.state import (
     new_state_tensor,
 )
 from nnx_checkpoint.storage import Location
+from nnx_checkpoint.unpickling.torch_file import map_tree
+from nnx_checkpoint.writing import writer
 
 
 def save(

@@ -21,8 +21,8 @@ from nnx_checkpoint.cli.command import app
 from nnx_checkpoint.cli.content import plain
 from nnx_checkpoint.cli.inspection import sizes_by_module
 from nnx_checkpoint.cli.output import human_bytes
-from nnx_checkpoint.codec import Encoder
-from nnx_checkpoint.index import TensorEntry
+from nnx_checkpoint.format.codec import Encoder
+from nnx_checkpoint.format.index import TensorEntry
 from nnx_core.errors import CheckpointError, UnsupportedError
 
 

@@ -19,7 +19,7 @@ import nnx_checkpoint as storage
 from nnx_base.shard import shard_of
 from nnx_checkpoint.cli import files, verification
 from nnx_checkpoint.cli.command import app
-from nnx_checkpoint.formats import writable
+from nnx_checkpoint.reading.formats import writable
 from nnx_core.errors import CheckpointError
 
 TENSORS = {
@@ -249,7 +249,7 @@ def test_an_interrupted_rewrite_says_that_nothing_was_written(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"nnx_checkpoint.conversion.{verb}", interrupted)
+    monkeypatch.setattr(f"nnx_checkpoint.conversion.convert.{verb}", interrupted)
     with pytest.raises(SystemExit) as caught:
         if verb == "merge":
             files.run_merge([source], target, **NO_OPTIONS)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import nnx_checkpoint as storage
 from nnx_base.shard import shard_of
 from nnx_checkpoint.cli.command import app
-from nnx_checkpoint.comparison import compare, difference_of
+from nnx_checkpoint.conversion.comparison import compare, difference_of
 from nnx_checkpoint.foreign.contents import Contents
 
 TENSORS = {

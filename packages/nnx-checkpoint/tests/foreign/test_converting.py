@@ -20,8 +20,8 @@ import nnx_checkpoint
 from jobs.foreign_jobs import resume_stock
 from jobs.rich_checkpoint import differences, save_rich
 from nnx_base.shard import Box, shard_of
-from nnx_checkpoint.formats import get_format, writable
-from nnx_checkpoint.slabs import SLAB, read_in_order, row_boxes
+from nnx_checkpoint.reading.formats import get_format, writable
+from nnx_checkpoint.reading.slabs import SLAB, read_in_order, row_boxes
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError
 from nnx_test_helpers.resume_jobs import run_cell
@@ -269,7 +269,7 @@ def test_converting_takes_at_most_64_megabytes(tmp_path: Path) -> None:
         import torch
         import lightning.fabric.utilities.data
         import nnx_checkpoint
-        from nnx_checkpoint import formats
+        from nnx_checkpoint.reading import formats
         formats.writable(), formats.find_format(sys.argv[1])
         threading.stack_size(1 << 20)  # addresses are limited: 8 MB of them for a thread are no memory
         pages = int(open("/proc/self/statm").read().split()[0])

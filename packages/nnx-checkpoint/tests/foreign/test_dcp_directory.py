@@ -28,9 +28,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import nnx_checkpoint as storage
 from nnx_base.shard import shard_of
 from nnx_checkpoint.foreign.dcp_directory import DcpDirectory, interpret
-from nnx_checkpoint.formats import get_format
-from nnx_checkpoint.naming import collect, stored_optimizer_states
-from nnx_checkpoint.state import describe_model, describe_optimizer
+from nnx_checkpoint.reading.formats import get_format
+from nnx_checkpoint.reading.naming import collect, stored_optimizer_states
+from nnx_checkpoint.reading.state import describe_model, describe_optimizer
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError
 
@@ -631,7 +631,7 @@ def assert_equal_checkpoints(actual: storage.Checkpoint, expected: storage.Check
 @pytest.fixture
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slabs that the tensors of `example` do not fit into."""
-    for module in ("nnx_checkpoint.slabs", "nnx_checkpoint.foreign.dcp_files"):
+    for module in ("nnx_checkpoint.reading.slabs", "nnx_checkpoint.foreign.dcp_files"):
         monkeypatch.setattr(f"{module}.SLAB", 4096)
 
 
@@ -723,7 +723,7 @@ BOUNDED = """
     import torch
     import nnx_checkpoint as storage
     from nnx_base.box import Box
-    from nnx_checkpoint.formats import get_format
+    from nnx_checkpoint.reading.formats import get_format
     from nnx_base.shard import shard_of
 
     torch.set_num_threads(1)
@@ -754,7 +754,7 @@ FULL = """
     import torch
     import nnx_checkpoint as storage
     from nnx_base.errors import CheckpointError
-    from nnx_checkpoint.formats import get_format
+    from nnx_checkpoint.reading.formats import get_format
     from nnx_base.shard import shard_of
 
     storage.save(sys.argv[1], tensors={"model.0": shard_of(torch.ones(1 << 20))}, collective=False)

@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 import nnx_checkpoint
-from nnx_checkpoint import formats
 from nnx_checkpoint.cli.command import app
+from nnx_checkpoint.reading import formats
 from nnx_core.errors import CheckpointError
 
 

@@ -20,7 +20,7 @@ import nnx_checkpoint
 from jobs.rich_checkpoint import differences, save_rich
 from nnx_base.shard import shard_of
 from nnx_checkpoint.foreign.lightning_file import LightningFile, ZipLayout
-from nnx_checkpoint.naming import stored_optimizer_states
+from nnx_checkpoint.reading.naming import stored_optimizer_states
 from nnx_core.errors import CheckpointError
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import nnx_checkpoint as storage
 from jobs.sharded_jobs import cell, fabric_run, load_as_fsdp
 from nnx_checkpoint.foreign.dcp_directory import LightningSharded
-from nnx_checkpoint.naming import stored_optimizer_states
+from nnx_checkpoint.reading.naming import stored_optimizer_states
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError
 from nnx_test_helpers.training import Run

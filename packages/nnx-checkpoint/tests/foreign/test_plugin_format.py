@@ -12,7 +12,7 @@ import torch
 
 import nnx_checkpoint
 from nnx_base.shard import shard_of
-from nnx_checkpoint.formats import specs
+from nnx_checkpoint.reading.formats import specs
 from nnx_core.errors import CheckpointError
 from nnx_test_helpers.repository import from_repository
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx_base.ranks import all_arrive
-from nnx_checkpoint.state import ModelState, OptimizerState
+from nnx_checkpoint.reading.state import ModelState, OptimizerState
 from nnx_colossalai._torch_compat import collectives_issued
 from nnx_colossalai.device import Device, DeviceMemoryError, HostDevice
 from nnx_colossalai.loss_scale import DynamicLossScaler, LossScaleRule

@@ -22,11 +22,11 @@ from nnx_base.box import Box
 from nnx_base.errors import CheckpointError
 from nnx_checkpoint.foreign.contents import Contents, ForeignCheckpoint, as_step, malformed_explained
 from nnx_checkpoint.foreign.safetensors import read_header
-from nnx_checkpoint.foreign.torch_file import FileTensor, load_torch_file
-from nnx_checkpoint.formats import CheckpointFormat
-from nnx_checkpoint.index import Piece
-from nnx_checkpoint.manifest import load_json
+from nnx_checkpoint.format.index import Piece
+from nnx_checkpoint.format.manifest import load_json
+from nnx_checkpoint.reading.formats import CheckpointFormat
 from nnx_checkpoint.storage.files import read_exactly
+from nnx_checkpoint.unpickling.torch_file import FileTensor, load_torch_file
 
 _MODEL_INDEX = re.compile(r"(pytorch_model\.bin|model\.safetensors)\.index(\..+)?\.json")
 _OPTIMIZER_INDEX = re.compile(r"pytorch_optim\.bin\.index(\..+)?\.json")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from nnx_checkpoint.pinned import pinned_empty
+from nnx_checkpoint.writing.pinned import pinned_empty
 from nnx_colossalai.device import (
     Device,
     DeviceMemoryError,

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from nnx_base.ranks import all_gather_object, control_group, is_distributed, together
-from nnx_checkpoint.state import repoint_optimizer
+from nnx_checkpoint.reading.state import repoint_optimizer
 from nnx_colossalai._torch_compat import makes_cuda_graphs
 from nnx_colossalai.chunks.chunk import ChunkEngine, Unit
 from nnx_colossalai.chunks.units import FoundUnit, find_units

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from nnx_base.ranks import broadcast_tensor, is_distributed
 from nnx_base.shard import Shard, shard_of
-from nnx_checkpoint.state import (
+from nnx_checkpoint.reading.state import (
     ModelState,
     OptimizerState,
     State,
@@ -425,9 +425,10 @@ class Backend(ABC, Generic[OptionsT]):
         Args:
             module: Owner of the parameters.
             optimizer: The optimizer to restore.
-            saved: By parameter name; tensors are complete, or `nnx_checkpoint.naming.StoredName` handles.
+            saved: By parameter name; tensors are complete, or handles
+                (`nnx_checkpoint.reading.naming.StoredName`).
         """
-        from nnx_checkpoint.state import fill_optimizer
+        from nnx_checkpoint.reading.state import fill_optimizer
 
         fill_optimizer(self, module, optimizer, saved)
 

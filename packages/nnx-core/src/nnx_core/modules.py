@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from nnx_base.ranks import broadcast_tensor, is_distributed
 from nnx_base.shard import Shard
-from nnx_checkpoint.state import OptimizerState
+from nnx_checkpoint.reading.state import OptimizerState
 from nnx_core.errors import OptionError, UnsupportedError
 
 # --- layer classes --------------------------------------------------------------------------------

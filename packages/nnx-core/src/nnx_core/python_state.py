@@ -49,7 +49,7 @@ __all__ = [
 _OPAQUE = frozenset(
     [
         *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "numpy"),
-        *("nnx_core", "nnx_checkpoint", "nnx_nnscaler", "nnx_colossalai", "nnx_fsdp", "nnx"),
+        *("nnx_core", "nnx_checkpoint", "nnx_base", "nnx_nnscaler", "nnx_colossalai", "nnx_fsdp", "nnx"),
     ]
 )
 _NEVER_USERS = _OPAQUE | {"builtins", "transformers"}

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from nnx_checkpoint.declaration import (
+from nnx_checkpoint.format.declaration import (
     API_VERSION,
     CheckpointFormatSpec,
     check_name,

@@ -40,7 +40,13 @@ from nnx_base.ranks import (
     rank_and_size,
 )
 from nnx_base.shard import Box, Shard, shard_of
-from nnx_checkpoint.state import OptimizerState, ShardOf, describe_optimizer, fill_optimizer, parameter_names
+from nnx_checkpoint.reading.state import (
+    OptimizerState,
+    ShardOf,
+    describe_optimizer,
+    fill_optimizer,
+    parameter_names,
+)
 from nnx_core._torch_compat import run_step_hooks
 from nnx_core.elementwise import Trial, refuse_hidden_shards, try_optimizer
 from nnx_core.errors import NnxError, UnsupportedError

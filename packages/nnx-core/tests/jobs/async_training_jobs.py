@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import nnx
 import nnx_checkpoint as storage
 from jobs.lightning_checkpoint_jobs import keep_best
-from nnx_checkpoint import inflight
+from nnx_checkpoint.format import inflight
 from nnx_core.errors import NnxError
 from nnx_test_helpers import lightning_jobs
 from nnx_test_helpers.async_jobs import delayed
@@ -181,7 +181,7 @@ def save_after(run: Run, path: str) -> tuple[bool, bool, bool]:
         Whether the first was complete on return, what the copy's memory was then given back, and whether
         the second was in flight on return.
     """
-    from nnx_checkpoint import writer
+    from nnx_checkpoint.writing import writer
 
     save = At(1, lambda trainer: trainer.save_checkpoint(str(run.save)))
     module = Net(run)

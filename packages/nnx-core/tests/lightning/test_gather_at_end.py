@@ -184,7 +184,7 @@ def test_a_rank_that_keeps_no_weights_holds_few_layers_at_once(pool: WorkerPool,
 
 def test_states_are_moved_once_with_what_describes_them() -> None:
     from nnx_base.shard import shard_of
-    from nnx_checkpoint.state import describe_optimizer
+    from nnx_checkpoint.reading.state import describe_optimizer
 
     module = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(module.parameters())

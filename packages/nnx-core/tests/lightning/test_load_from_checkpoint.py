@@ -234,7 +234,7 @@ def test_map_location_takes_every_form(
 ) -> None:
     path = save(Net(2), tmp_path / "a.ckpt")
     if device == "meta":  # nothing can be read into it, but it is a device that every machine has
-        monkeypatch.setattr("nnx_checkpoint.loading.fill_model", lambda *_, **__: None)
+        monkeypatch.setattr("nnx_checkpoint.reading.loading.fill_model", lambda *_, **__: None)
     loaded = nnx.load_from_checkpoint(Net, path, map_location=location)
     assert {parameter.device.type for parameter in loaded.parameters()} == {device}
 

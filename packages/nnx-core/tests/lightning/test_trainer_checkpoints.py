@@ -24,7 +24,7 @@ from jobs.lightning_checkpoint_jobs import (
     save_at_once,
     save_weights_only,
 )
-from nnx_checkpoint.naming import RANKS
+from nnx_checkpoint.reading.naming import RANKS
 from nnx_conformance.pool import WorkerPool
 from nnx_test_helpers.lightning_jobs import OPTIONS
 from nnx_test_helpers.training import Run, train

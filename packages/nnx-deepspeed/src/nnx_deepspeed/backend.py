@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from nnx_base.clean_up import clean_up
 from nnx_base.shard import Shard, shard_of
-from nnx_checkpoint.state import (
+from nnx_checkpoint.reading.state import (
     ModelState,
     OptimizerState,
     fill_optimizer_tensors,

@@ -30,10 +30,10 @@ from nnx_checkpoint.foreign.contents import (
     spans_of_partitions,
     split_evenly,
 )
-from nnx_checkpoint.foreign.torch_file import FileTensor, Inert, load_torch_file
-from nnx_checkpoint.formats import CheckpointFormat
-from nnx_checkpoint.index import Piece
+from nnx_checkpoint.format.index import Piece
+from nnx_checkpoint.reading.formats import CheckpointFormat
 from nnx_checkpoint.storage.files import require_inside
+from nnx_checkpoint.unpickling.torch_file import FileTensor, Inert, load_torch_file
 
 __all__ = ["DeepSpeed"]
 

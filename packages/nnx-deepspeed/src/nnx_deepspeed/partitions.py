@@ -418,7 +418,7 @@ def _read(value: Any) -> Any:
 
 _OF_A_PART = frozenset({Sees.LOCAL, Sees.MEMORY, Sees.GRADIENT, Sees.HOOK})
 _INNER = (
-    *("deepspeed", "nnx_checkpoint", "nnx_core", "nnx_deepspeed"),
+    *("deepspeed", "nnx_base", "nnx_checkpoint", "nnx_core", "nnx_deepspeed"),
     *("torch.autograd", "torch.distributed", "torch.optim", "torch.utils"),
     *("lightning.pytorch.callbacks.weight_averaging", "lightning.pytorch.callbacks.stochastic_weight_avg"),
     *("pytorch_lightning.callbacks.weight_averaging", "pytorch_lightning.callbacks.stochastic_weight_avg"),

@@ -17,8 +17,8 @@ from typing import Any
 from nnx_base.box import Box
 from nnx_checkpoint import Checkpoint, CheckpointFormat, Contents
 from nnx_checkpoint.foreign.contents import malformed_explained, pieces_of_range
-from nnx_checkpoint.foreign.torch_file import FileTensor, load_torch_file, mentions
-from nnx_checkpoint.index import Piece
+from nnx_checkpoint.format.index import Piece
+from nnx_checkpoint.unpickling.torch_file import FileTensor, load_torch_file, mentions
 from nnx_core.errors import CheckpointError
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".torch", ".ckpt")

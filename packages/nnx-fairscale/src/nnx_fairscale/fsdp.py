@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nnx_base.ranks import engine_group
 from nnx_base.shard import Shard, shard_of
-from nnx_checkpoint.state import ModelState, OptimizerState, describe_model, entries_of
+from nnx_checkpoint.reading.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core._torch_compat import tree_map
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.elementwise import try_optimizer

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from nnx_base.ranks import all_gather_object, control_group, is_distributed
 from nnx_base.shard import Shard
-from nnx_checkpoint.naming import StoredName
-from nnx_checkpoint.state import (
+from nnx_checkpoint.reading.naming import StoredName
+from nnx_checkpoint.reading.state import (
     OptimizerState,
     describe_optimizer,
     fill_optimizer_tensors,

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nnx_base.clean_up import clean_up_after_error
 from nnx_base.shard import shard_of
-from nnx_checkpoint.state import ModelState, OptimizerState, describe_model, entries_of
+from nnx_checkpoint.reading.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core._torch_compat import begin_anew, forget_dtensors, states_of
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError

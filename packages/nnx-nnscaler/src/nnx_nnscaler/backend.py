@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from nnx_base.clean_up import clean_up
 from nnx_base.shard import Shard, shard_of
-from nnx_checkpoint.state import ModelState, OptimizerState, describe_model, entries_of
+from nnx_checkpoint.reading.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core import random_state
 from nnx_core._torch_compat import NO_BACKWARD, current_backward, foreach_copy_
 from nnx_core.backend import Backend, ParallelContext, Sample

@@ -27,9 +27,9 @@ from nnx_checkpoint.foreign.contents import (
     pieces_of_range,
     spans_of_partitions,
 )
-from nnx_checkpoint.foreign.torch_file import FileTensor, mentions
-from nnx_checkpoint.formats import CheckpointFormat
-from nnx_checkpoint.index import Piece
+from nnx_checkpoint.format.index import Piece
+from nnx_checkpoint.reading.formats import CheckpointFormat
+from nnx_checkpoint.unpickling.torch_file import FileTensor, mentions
 
 _RANK_FILE = re.compile(r"(\d+)\.pt")
 _EXTRA = "nnscaler-extra-state"

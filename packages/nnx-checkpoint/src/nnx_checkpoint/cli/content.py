@@ -16,15 +16,15 @@ from typing_extensions import TypedDict
 
 from nnx_base.errors import CheckpointError
 from nnx_checkpoint.cli.output import human_bytes
-from nnx_checkpoint.formats import files_below
-from nnx_checkpoint.manifest import load_json
-from nnx_checkpoint.source import Source, is_checkpoint
+from nnx_checkpoint.format.manifest import load_json
+from nnx_checkpoint.format.source import Source, is_checkpoint
+from nnx_checkpoint.reading.formats import files_below
 from nnx_checkpoint.storage import Place
 from nnx_checkpoint.storage.locations import place_of
 
 if TYPE_CHECKING:
-    from nnx_checkpoint.index import TensorEntry
-    from nnx_checkpoint.reader import Checkpoint
+    from nnx_checkpoint.format.index import TensorEntry
+    from nnx_checkpoint.reading.reader import Checkpoint
 
 __all__ = [
     "Content",
@@ -290,7 +290,7 @@ def read_content(path: str, *, weights_only: bool = True) -> Content:
     """
     if is_checkpoint(path):
         return _of_source(Source.open(path))
-    from nnx_checkpoint.formats import open_checkpoint
+    from nnx_checkpoint.reading.formats import open_checkpoint
 
     return _of_opened(open_checkpoint(path, weights_only=weights_only), place_of(path))
 
@@ -350,7 +350,7 @@ def _of_opened(opened: Checkpoint, place: Place) -> Content:
 
 def _plain_tree(opened: Checkpoint, rank: int | None) -> Any:
     """A tree of another format goes through the same encoding as our own."""
-    from nnx_checkpoint.codec import Encoder
+    from nnx_checkpoint.format.codec import Encoder
 
     tree = opened.tree(rank, lambda name: f"tensor {name}")
     return None if tree is None else plain(Encoder("objects", "skip").encode(tree))

@@ -24,11 +24,11 @@ from nnx_checkpoint.cli.output import (
     print_table,
     print_text,
 )
-from nnx_checkpoint.formats import Found, files_below, survey
-from nnx_checkpoint.manifest import MANIFEST, Manifest, decode_manifest, is_save_id
-from nnx_checkpoint.source import Source, read_manifest
+from nnx_checkpoint.format.manifest import MANIFEST, Manifest, decode_manifest, is_save_id
+from nnx_checkpoint.format.source import Source, read_manifest
+from nnx_checkpoint.reading.formats import Found, files_below, survey
 from nnx_checkpoint.storage import Place
-from nnx_checkpoint.transaction import Spared, collect_garbage
+from nnx_checkpoint.writing.transaction import Spared, collect_garbage
 
 # --- nnx ckpt ls ----------------------------------------------------------------------------------
 # ``nnx ckpt ls``: the checkpoints below a directory, and the saves that each still has.
@@ -315,7 +315,7 @@ def run_convert(
 def _write(
     doing: str, write: Callable[..., Any], source: Any, target: str, chosen: dict[str, Any], *, as_json: bool
 ) -> int:
-    from nnx_checkpoint.formats import find_format
+    from nnx_checkpoint.reading.formats import find_format
     from nnx_checkpoint.storage.locations import place_of
 
     began = time.monotonic()
@@ -343,7 +343,7 @@ def _write(
 
 def describe_writable() -> str:
     """What `merge` and `convert` can write, each format with its options, a paragraph each."""
-    from nnx_checkpoint.formats import get_format, specs, writable
+    from nnx_checkpoint.reading.formats import get_format, specs, writable
 
     lines = ["Formats for --to, and their options for -o:"]
     for name in writable():
@@ -354,7 +354,7 @@ def describe_writable() -> str:
 
 def _require_writable(to: str | None) -> None:
     """A format that is unknown or can only be read is wrong usage."""
-    from nnx_checkpoint.formats import get_format, writable
+    from nnx_checkpoint.reading.formats import get_format, writable
 
     if to is None:
         return
@@ -372,7 +372,7 @@ def _require_writable(to: str | None) -> None:
 
 def _known_options(to: str | None) -> list[str] | None:
     """Names of the options of a format; None where the target's name decides which it is."""
-    from nnx_checkpoint.formats import get_format
+    from nnx_checkpoint.reading.formats import get_format
 
     if to is None:
         return None

@@ -28,7 +28,7 @@ from nnx_checkpoint.cli.content import (
 from nnx_checkpoint.cli.output import human_bytes, print_json, print_note, print_pairs, print_text
 
 if TYPE_CHECKING:
-    from nnx_checkpoint.index import TensorEntry
+    from nnx_checkpoint.format.index import TensorEntry
 
 
 # --- sizes ----------------------------------------------------------------------------------------

@@ -17,11 +17,11 @@ from nnx_checkpoint.cli.output import (
     print_table,
     print_text,
 )
-from nnx_checkpoint.source import is_checkpoint
-from nnx_checkpoint.verification import Damage, verify
+from nnx_checkpoint.format.source import is_checkpoint
+from nnx_checkpoint.reading.verification import Damage, verify
 
 if TYPE_CHECKING:
-    from nnx_checkpoint.comparison import Comparison, TensorDifference
+    from nnx_checkpoint.conversion.comparison import Comparison, TensorDifference
 
 
 # --- nnx ckpt verify ------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def run_verify(path: str, *, weights_only: bool, as_json: bool) -> int:
         }
         praise = "every byte is as it was written."
     else:
-        from nnx_checkpoint.verification import check_structure
+        from nnx_checkpoint.reading.verification import check_structure
 
         with byte_progress("checking") as progress:
             found = check_structure(path, weights_only=weights_only, progress=progress)
@@ -171,8 +171,8 @@ def run_diff(
     left: str, right: str, *, values: bool, only_weights: bool, weights_only: bool, as_json: bool
 ) -> int:
     """Print the differences; 1 if there are any."""
-    from nnx_checkpoint.comparison import compare
-    from nnx_checkpoint.formats import open_checkpoint
+    from nnx_checkpoint.conversion.comparison import compare
+    from nnx_checkpoint.reading.formats import open_checkpoint
 
     opened = [open_checkpoint(path, weights_only=weights_only) for path in (left, right)]
     with byte_progress("comparing") as progress:

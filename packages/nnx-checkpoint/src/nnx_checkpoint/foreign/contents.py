@@ -23,13 +23,13 @@ from typing_extensions import override
 
 from nnx_base.box import Box, boxes_of_range, cut_range, find_fault
 from nnx_base.errors import CheckpointError
-from nnx_checkpoint.codec import Encoder, decode
-from nnx_checkpoint.foreign.torch_file import FileTensor, load_torch_file, map_paths, map_tree
-from nnx_checkpoint.index import Piece, TensorEntry
-from nnx_checkpoint.manifest import load_json
-from nnx_checkpoint.naming import Described, StoredName
-from nnx_checkpoint.rankfile import DTYPES
-from nnx_checkpoint.reader import Checkpoint, Fetcher, PlainFiles, Wanted
+from nnx_checkpoint.format.codec import Encoder, decode
+from nnx_checkpoint.format.index import Piece, TensorEntry
+from nnx_checkpoint.format.manifest import load_json
+from nnx_checkpoint.format.rankfile import DTYPES
+from nnx_checkpoint.reading.naming import Described, StoredName
+from nnx_checkpoint.reading.reader import Checkpoint, Fetcher, PlainFiles, Wanted
+from nnx_checkpoint.unpickling.torch_file import FileTensor, load_torch_file, map_paths, map_tree
 
 
 class ForeignCheckpoint(Checkpoint):
@@ -395,9 +395,9 @@ def add_shared_state(contents: Contents, key: str, value: Any, values: dict[str,
 
 # --- what another format has no place for ---------------------------------------------------------
 # It is kept beside that format's own contents so that nothing is lost on the way back. It is the typed JSON
-# of `nnx_checkpoint.codec`; tensors in it are stored under their logical names by whoever writes, and are
-# referred to by name. So a file that carries it stays readable for programs that know nothing of it, and no
-# pickle is needed.
+# of `nnx_checkpoint.format.codec`; tensors in it are stored under their logical names by whoever writes, and
+# are referred to by name. So a file that carries it stays readable for programs that know nothing of it, and
+# no pickle is needed.
 
 
 _VERSION = 1

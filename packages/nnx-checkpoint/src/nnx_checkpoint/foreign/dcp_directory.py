@@ -30,18 +30,18 @@ from nnx_checkpoint.foreign.dcp_files import (
     write_dcp_files,
 )
 from nnx_checkpoint.foreign.lightning_file import lightning_dict, write_torch_file
-from nnx_checkpoint.foreign.torch_file import load_torch_file
-from nnx_checkpoint.formats import CheckpointFormat, Progress
-from nnx_checkpoint.naming import (
+from nnx_checkpoint.reading.formats import CheckpointFormat, Progress
+from nnx_checkpoint.reading.naming import (
     FABRIC_KEYS,
     Described,
     OptimizerState,
     numbers_parameters,
     stored_optimizer_states,
 )
-from nnx_checkpoint.reader import Checkpoint
-from nnx_checkpoint.slabs import new_directory
+from nnx_checkpoint.reading.reader import Checkpoint
+from nnx_checkpoint.reading.slabs import new_directory
 from nnx_checkpoint.storage.files import explained
+from nnx_checkpoint.unpickling.torch_file import load_torch_file
 
 log = logging.getLogger("nnx.checkpoint")
 

@@ -41,24 +41,24 @@ from nnx_base.box import Box, find_fault
 from nnx_base.errors import CheckpointError
 from nnx_base.shard import Shard
 from nnx_checkpoint._torch_compat import storage_info
-from nnx_checkpoint.dcp import Handle
 from nnx_checkpoint.foreign.contents import LocatedTensor
+from nnx_checkpoint.foreign.dcp import Handle
 from nnx_checkpoint.foreign.lightning_file import write_torch_file
-from nnx_checkpoint.foreign.pickle_cost import refuse_swollen
 from nnx_checkpoint.foreign.safetensors import read_header
-from nnx_checkpoint.foreign.torch_file import (
+from nnx_checkpoint.format.index import Piece
+from nnx_checkpoint.format.manifest import load_json
+from nnx_checkpoint.reading.formats import Progress
+from nnx_checkpoint.reading.naming import Described, StoredName
+from nnx_checkpoint.reading.slabs import SLAB, Part, read_in_order, row_boxes
+from nnx_checkpoint.storage.files import FileReader, explained, is_file, require_inside
+from nnx_checkpoint.unpickling.cost import refuse_swollen
+from nnx_checkpoint.unpickling.torch_file import (
     FileTensor,
     load_torch_file,
     locate_tensor,
     map_tree,
     refuse_endless,
 )
-from nnx_checkpoint.formats import Progress
-from nnx_checkpoint.index import Piece
-from nnx_checkpoint.manifest import load_json
-from nnx_checkpoint.naming import Described, StoredName
-from nnx_checkpoint.slabs import SLAB, Part, read_in_order, row_boxes
-from nnx_checkpoint.storage.files import FileReader, explained, is_file, require_inside
 
 __all__ = [
     "DcpMetadata",

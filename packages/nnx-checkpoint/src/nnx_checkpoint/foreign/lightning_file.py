@@ -27,11 +27,11 @@ from typing_extensions import override
 
 from nnx_base.errors import CheckpointError
 from nnx_checkpoint._torch_compat import rebuilding, storage_kind
-from nnx_checkpoint.codec import EnumName
 from nnx_checkpoint.foreign.contents import Contents, ForeignCheckpoint, Lifted, pack, unpack
-from nnx_checkpoint.foreign.torch_file import FileTensor, load_torch_file, map_tree
-from nnx_checkpoint.formats import CheckpointFormat, Progress
-from nnx_checkpoint.naming import (
+from nnx_checkpoint.format.codec import EnumName
+from nnx_checkpoint.format.rankfile import flat_bytes
+from nnx_checkpoint.reading.formats import CheckpointFormat, Progress
+from nnx_checkpoint.reading.naming import (
     FABRIC_KEYS,
     Described,
     StoredName,
@@ -39,9 +39,9 @@ from nnx_checkpoint.naming import (
     stored_objects,
     stored_optimizer_states,
 )
-from nnx_checkpoint.rankfile import flat_bytes
-from nnx_checkpoint.reader import Checkpoint
-from nnx_checkpoint.slabs import new_file, read_in_order, stream_to
+from nnx_checkpoint.reading.reader import Checkpoint
+from nnx_checkpoint.reading.slabs import new_file, read_in_order, stream_to
+from nnx_checkpoint.unpickling.torch_file import FileTensor, load_torch_file, map_tree
 
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."

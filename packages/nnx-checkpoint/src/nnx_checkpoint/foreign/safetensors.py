@@ -21,13 +21,13 @@ from typing_extensions import override
 from nnx_base.box import Box
 from nnx_base.errors import CheckpointError
 from nnx_checkpoint.foreign.contents import Contents, ForeignCheckpoint, Lifted, pack, unpack
-from nnx_checkpoint.formats import CheckpointFormat, Progress
-from nnx_checkpoint.index import Piece, TensorEntry
-from nnx_checkpoint.manifest import load_json
-from nnx_checkpoint.naming import Described, WeightsOnly
-from nnx_checkpoint.rankfile import DTYPES
-from nnx_checkpoint.reader import Checkpoint
-from nnx_checkpoint.slabs import new_directory, new_file, read_in_order, stream_to
+from nnx_checkpoint.format.index import Piece, TensorEntry
+from nnx_checkpoint.format.manifest import load_json
+from nnx_checkpoint.format.rankfile import DTYPES
+from nnx_checkpoint.reading.formats import CheckpointFormat, Progress
+from nnx_checkpoint.reading.naming import Described, WeightsOnly
+from nnx_checkpoint.reading.reader import Checkpoint
+from nnx_checkpoint.reading.slabs import new_directory, new_file, read_in_order, stream_to
 from nnx_checkpoint.storage.files import explained, is_file, read_exactly, write_file
 
 # --- the header of a file -------------------------------------------------------------------------

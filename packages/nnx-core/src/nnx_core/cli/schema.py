@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from typing_extensions import NotRequired, get_type_hints
 
 from nnx_checkpoint.cli.output import print_error, print_table, print_text
-from nnx_checkpoint.declaration import import_reference
+from nnx_checkpoint.format.declaration import import_reference
 from nnx_core.errors import OptionError
 
 _CHECKPOINTS = "nnx_checkpoint.cli"

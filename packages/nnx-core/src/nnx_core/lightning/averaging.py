@@ -30,8 +30,8 @@ from nnx_base.ranks import (
     is_distributed,
 )
 from nnx_base.shard import Shard
-from nnx_checkpoint.loading import load_model
-from nnx_checkpoint.state import ModelState, as_state_dict, describe_model
+from nnx_checkpoint.reading.loading import load_model
+from nnx_checkpoint.reading.state import ModelState, as_state_dict, describe_model
 from nnx_core.backend import Backend
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.checkpoint import gather_full, restore_model

@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 import nnx_checkpoint as storage
 from nnx_base.ranks import all_gather_object, control_group, gather_object, rank_and_size, together
 from nnx_base.shard import Shard
-from nnx_checkpoint.inflight import after_save, settle
-from nnx_checkpoint.loading import load_model
-from nnx_checkpoint.naming import (
+from nnx_checkpoint.format.inflight import after_save, settle
+from nnx_checkpoint.reading.loading import load_model
+from nnx_checkpoint.reading.naming import (
     FABRIC_KEYS,
     RANKS,
     LazyStateDict,
@@ -40,9 +40,9 @@ from nnx_checkpoint.naming import (
     stored_objects,
     stored_optimizer_states,
 )
-from nnx_checkpoint.state import OptimizerState, as_state_dict, is_extra_state
+from nnx_checkpoint.reading.state import OptimizerState, as_state_dict, is_extra_state
 from nnx_checkpoint.storage.locations import place_of
-from nnx_checkpoint.writer import release
+from nnx_checkpoint.writing.writer import release
 from nnx_core.backend import Backend
 from nnx_core.errors import CheckpointError
 from nnx_core.lightning.compat import WeightsOnDisk

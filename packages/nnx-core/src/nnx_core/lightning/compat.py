@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import nn
 
-from nnx_checkpoint.foreign.torch_file import map_tree
-from nnx_checkpoint.naming import Described, LazyStateDict, StoredName, View, stored_objects
+from nnx_checkpoint.reading.naming import Described, LazyStateDict, StoredName, View, stored_objects
+from nnx_checkpoint.unpickling.torch_file import map_tree
 from nnx_core.errors import CheckpointError
 from nnx_core.used import name_function
 

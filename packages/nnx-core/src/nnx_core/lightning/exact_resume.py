@@ -24,7 +24,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from nnx_base.ranks import control_group, together
-from nnx_checkpoint.naming import RANKS
+from nnx_checkpoint.reading.naming import RANKS
 from nnx_core import random_state
 from nnx_core.errors import CheckpointError
 from nnx_core.lightning.beginning import another_batch, size_of_loader

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx_base.ranks import control_group, together
-from nnx_checkpoint.naming import (
+from nnx_checkpoint.reading.naming import (
     FABRIC_KEYS,
     RANKS,
     LazyStateDict,
@@ -20,8 +20,8 @@ from nnx_checkpoint.naming import (
     stored_objects,
     stored_optimizer_states,
 )
-from nnx_checkpoint.state import parameter_names, repoint_optimizer
-from nnx_checkpoint.writer import poll
+from nnx_checkpoint.reading.state import parameter_names, repoint_optimizer
+from nnx_checkpoint.writing.writer import poll
 from nnx_core._torch_compat import complete_optimizer
 from nnx_core.backend import Backend
 from nnx_core.errors import CheckpointError, UnsupportedError

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 import nnx_checkpoint as storage
 from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint._torch_compat import overrides_load_state_dict
-from nnx_checkpoint.loading import load_model
-from nnx_checkpoint.naming import LazyStateDict, stored_objects
-from nnx_checkpoint.reader import Checkpoint
-from nnx_checkpoint.state import ModelState, describe_model
+from nnx_checkpoint.reading.loading import load_model
+from nnx_checkpoint.reading.naming import LazyStateDict, stored_objects
+from nnx_checkpoint.reading.reader import Checkpoint
+from nnx_checkpoint.reading.state import ModelState, describe_model
 from nnx_core.errors import CheckpointError, OptionError
 from nnx_core.lightning.compat import WeightsOnDisk, instantiate_from_config, migrate_checkpoint
 

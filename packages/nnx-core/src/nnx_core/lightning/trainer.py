@@ -22,9 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from nnx_base.clean_up import CleanUp, note
 from nnx_base.ranks import all_arrive, control_group, together
-from nnx_checkpoint.inflight import settle_quietly, take_error
-from nnx_checkpoint.state import OptimizerState, parameter_names, repoint_optimizer
-from nnx_checkpoint.writer import poll
+from nnx_checkpoint.format.inflight import settle_quietly, take_error
+from nnx_checkpoint.reading.state import OptimizerState, parameter_names, repoint_optimizer
+from nnx_checkpoint.writing.writer import poll
 from nnx_core._torch_compat import complete_optimizer
 from nnx_core.backend import Backend
 from nnx_core.direct_calls import stop_warning

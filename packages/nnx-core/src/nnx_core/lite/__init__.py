@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx_base.ranks import control_group, together
-from nnx_checkpoint.naming import LazyStateDict, numbered_optimizer_state, numbers_parameters
-from nnx_checkpoint.state import as_state_dict
+from nnx_checkpoint.reading.naming import LazyStateDict, numbered_optimizer_state, numbers_parameters
+from nnx_checkpoint.reading.state import as_state_dict
 from nnx_core._torch_compat import IncompatibleKeys
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.checkpoint import read_optimizer_state, restore_model, restore_optimizers

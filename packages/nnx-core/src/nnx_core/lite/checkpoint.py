@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from nnx_base.ranks import control_group, together
 from nnx_base.shard import Shard, shard_of
-from nnx_checkpoint.naming import FABRIC_KEYS
+from nnx_checkpoint.reading.naming import FABRIC_KEYS
 from nnx_core.backend import Backend, NoOptions, ParallelContext, Sample
 from nnx_core.errors import CheckpointError
 from nnx_core.lightning.checkpoint import (
@@ -97,7 +97,7 @@ class OptimizerStateDict(dict[str, Any]):
     """An optimizer's state by parameter name, and which module the names are of.
 
     Args:
-        values: As `nnx_checkpoint.state.OptimizerState`.
+        values: As `nnx_checkpoint.reading.state.OptimizerState`.
         owner: The module.
     """
 

@@ -7,7 +7,7 @@ Every strategy writes the same names, so every strategy reads every other's chec
     objects: {"trainer": ..., "optim": [{"groups", "values"}], "extra": {...}}
 
 This module owns the names, and what an open checkpoint looks like from outside: lazy. It knows neither
-files nor Lightning. `nnx_checkpoint.state` fills live modules and optimizers from it.
+files nor Lightning. `nnx_checkpoint.reading.state` fills live modules and optimizers from it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing_extensions import override
 
 from nnx_base.errors import CheckpointError
 from nnx_base.shard import Shard, shard_of
-from nnx_checkpoint.foreign.torch_file import map_tree
-from nnx_checkpoint.index import TensorEntry
-from nnx_checkpoint.reader import Checkpoint, Wanted
+from nnx_checkpoint.format.index import TensorEntry
+from nnx_checkpoint.reading.reader import Checkpoint, Wanted
+from nnx_checkpoint.unpickling.torch_file import map_tree
 
 RANKS = "nnx_ranks"
 """Key of Lightning's dict for what each rank has for itself: a sequence with one tree for each rank."""
@@ -49,7 +49,7 @@ class OptimizerState(TypedDict):
 
 @dataclass(slots=True)
 class Saved:
-    """What is handed to `nnx_checkpoint.writer.save`."""
+    """What is handed to `nnx_checkpoint.writing.writer.save`."""
 
     tensors: dict[str, Shard] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)

@@ -28,9 +28,9 @@ from nnx_base.dtypes import dtype_name
 from nnx_base.errors import CheckpointError
 from nnx_base.ranks import deliver, exchange
 from nnx_base.shard import Shard
-from nnx_checkpoint.index import Group, Index
-from nnx_checkpoint.manifest import rank_file
-from nnx_checkpoint.rankfile import DTYPES, Entry
+from nnx_checkpoint.format.index import Group, Index
+from nnx_checkpoint.format.manifest import rank_file
+from nnx_checkpoint.format.rankfile import DTYPES, Entry
 
 __all__ = [
     "Description",

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nnx_checkpoint.codec import EnumName
-from nnx_checkpoint.formats import Progress
-from nnx_checkpoint.reader import Checkpoint
-from nnx_checkpoint.slabs import read_in_order
+from nnx_checkpoint.format.codec import EnumName
+from nnx_checkpoint.reading.formats import Progress
+from nnx_checkpoint.reading.reader import Checkpoint
+from nnx_checkpoint.reading.slabs import read_in_order
 
 __all__ = ["Comparison", "TensorDifference", "compare"]
 

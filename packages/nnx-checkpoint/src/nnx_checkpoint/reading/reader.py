@@ -2,7 +2,7 @@
 
 Everything above storage (resuming, converting, inspecting) sees `Checkpoint` only, so a format that can be
 opened can be resumed from, merged and converted. `nnx_checkpoint.foreign` opens others than our own;
-`nnx_checkpoint.formats` finds out which one a path holds. Nothing here communicates, and no pickle is
+`nnx_checkpoint.reading.formats` finds out which one a path holds. Nothing here communicates, and no pickle is
 executed unless the caller allows it.
 """
 
@@ -29,15 +29,15 @@ from typing_extensions import override
 from nnx_base.box import Box
 from nnx_base.errors import CheckpointError
 from nnx_base.shard import Shard
-from nnx_checkpoint.codec import decode
-from nnx_checkpoint.foreign.pickle_cost import refuse_swollen
-from nnx_checkpoint.foreign.torch_file import refuse_endless
-from nnx_checkpoint.index import Index, Piece, TensorEntry
-from nnx_checkpoint.manifest import Manifest, load_json, objects_file, rank_file
-from nnx_checkpoint.rankfile import cut, ranges_of, strides_of
-from nnx_checkpoint.source import Source
+from nnx_checkpoint.format.codec import decode
+from nnx_checkpoint.format.index import Index, Piece, TensorEntry
+from nnx_checkpoint.format.manifest import Manifest, load_json, objects_file, rank_file
+from nnx_checkpoint.format.rankfile import cut, ranges_of, strides_of
+from nnx_checkpoint.format.source import Source
 from nnx_checkpoint.storage import Location, Reader
 from nnx_checkpoint.storage.locations import place_of
+from nnx_checkpoint.unpickling.cost import refuse_swollen
+from nnx_checkpoint.unpickling.torch_file import refuse_endless
 
 __all__ = ["Checkpoint", "Fetcher", "NativeCheckpoint", "PlainFiles", "Wanted", "open_native"]
 
@@ -46,7 +46,7 @@ __all__ = ["Checkpoint", "Fetcher", "NativeCheckpoint", "PlainFiles", "Wanted", 
 
 
 class Checkpoint(ABC):
-    """What a checkpoint holds, under the logical names of `nnx_checkpoint.naming`.
+    """What a checkpoint holds, under the logical names of `nnx_checkpoint.reading.naming`.
 
     Attributes:
         path: The path that was opened.

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from nnx_base.errors import CheckpointError
-from nnx_checkpoint.formats import PARTIAL, files_below, survey
-from nnx_checkpoint.index import INDEX, Index, decode_index, encode_index
-from nnx_checkpoint.manifest import MANIFEST, FileEntry, Manifest, digest, encode_manifest, is_save_id
-from nnx_checkpoint.source import is_our_manifest, read_manifest
+from nnx_checkpoint.format.index import INDEX, Index, decode_index, encode_index
+from nnx_checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, digest, encode_manifest, is_save_id
+from nnx_checkpoint.format.source import is_our_manifest, read_manifest
+from nnx_checkpoint.reading.formats import PARTIAL, files_below, survey
 from nnx_checkpoint.storage import Location, Place
 from nnx_checkpoint.storage.files import LOCK, Lock
 

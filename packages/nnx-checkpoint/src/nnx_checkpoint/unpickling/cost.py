@@ -17,7 +17,7 @@ from typing import IO, Any
 from typing_extensions import override
 
 from nnx_base.errors import CheckpointError
-from nnx_checkpoint.codec import HashCounts
+from nnx_checkpoint.format.codec import HashCounts
 
 __all__ = ["MOST_OBJECTS", "refuse_swollen", "refuse_swollen_pickle"]
 

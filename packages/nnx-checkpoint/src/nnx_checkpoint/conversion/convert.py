@@ -1,8 +1,8 @@
 """Converting and merging: any format that can be read into any that can be written, in bounded memory.
 
 This module also writes our own format, from one process by streaming. Training saves through
-`nnx_checkpoint.writer`, from all ranks; what is written here was never all in memory, and the objects of
-every rank that wrote the source come along.
+`nnx_checkpoint.writing.writer`, from all ranks; what is written here was never all in memory, and the objects
+of every rank that wrote the source come along.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing_extensions import override
 from nnx_base.errors import CheckpointError
 from nnx_base.shard import Box
 from nnx_checkpoint.foreign.contents import StoredEncoder
-from nnx_checkpoint.formats import CheckpointFormat, Progress, get_format, open_checkpoint
-from nnx_checkpoint.index import index_of
-from nnx_checkpoint.manifest import rank_file
-from nnx_checkpoint.naming import Described, WeightsOnly
-from nnx_checkpoint.rankfile import Entry, file_order, write_in_order
-from nnx_checkpoint.reader import Checkpoint, open_native
-from nnx_checkpoint.slabs import new_directory, read_in_order, refuse_existing
-from nnx_checkpoint.source import is_checkpoint
+from nnx_checkpoint.format.index import index_of
+from nnx_checkpoint.format.manifest import rank_file
+from nnx_checkpoint.format.rankfile import Entry, file_order, write_in_order
+from nnx_checkpoint.format.source import is_checkpoint
+from nnx_checkpoint.reading.formats import CheckpointFormat, Progress, get_format, open_checkpoint
+from nnx_checkpoint.reading.naming import Described, WeightsOnly
+from nnx_checkpoint.reading.reader import Checkpoint, open_native
+from nnx_checkpoint.reading.slabs import new_directory, read_in_order, refuse_existing
 from nnx_checkpoint.storage import Place
 from nnx_checkpoint.storage.locations import LocalPlace, place_of
-from nnx_checkpoint.transaction import Transaction, begin
-from nnx_checkpoint.writer import Files, write_objects, writer_info
+from nnx_checkpoint.writing.transaction import Transaction, begin
+from nnx_checkpoint.writing.writer import Files, write_objects, writer_info
 
 _Path: TypeAlias = "str | os.PathLike[str]"
 _SAFETENSORS = ".safetensors"

@@ -30,15 +30,15 @@ from nnx_base.errors import (
     PluginError,
     ReaderNotInstalledError,
 )
-from nnx_checkpoint.declaration import CheckpointFormatSpec, import_reference
-from nnx_checkpoint.manifest import MANIFEST, is_save_id
-from nnx_checkpoint.source import is_checkpoint, is_our_manifest
+from nnx_checkpoint.format.declaration import CheckpointFormatSpec, import_reference
+from nnx_checkpoint.format.manifest import MANIFEST, is_save_id
+from nnx_checkpoint.format.source import is_checkpoint, is_our_manifest
 from nnx_checkpoint.storage import Location, Place
 from nnx_checkpoint.storage.files import require_enclosed
 from nnx_checkpoint.storage.locations import place_of
 
 if TYPE_CHECKING:
-    from nnx_checkpoint.reader import Checkpoint
+    from nnx_checkpoint.reading.reader import Checkpoint
 
 __all__ = [
     "CheckpointFormat",
@@ -133,7 +133,9 @@ class CheckpointFormat(ABC):
 
 _HOME = "nnx_checkpoint.foreign"
 _BUILT_IN = (
-    CheckpointFormatSpec("nnx", "nnx_checkpoint.conversion:Native", description="the shared checkpoint"),
+    CheckpointFormatSpec(
+        "nnx", "nnx_checkpoint.conversion.convert:Native", description="the shared checkpoint"
+    ),
     CheckpointFormatSpec(
         "lightning", f"{_HOME}.lightning_file:LightningFile", description="Lightning's single file, .ckpt"
     ),
@@ -362,7 +364,7 @@ class NnScaler(_ReadElsewhere):
 
     @override
     def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
-        from nnx_checkpoint.foreign.torch_file import mentions
+        from nnx_checkpoint.unpickling.torch_file import mentions
 
         place = Path(path)
         return mentions(place / "0.pt" if place.is_dir() else place, "nnscaler-extra-state")

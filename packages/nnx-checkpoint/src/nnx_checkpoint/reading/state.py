@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from nnx_base._torch_compat import local_mode
 from nnx_base.errors import CheckpointError
 from nnx_base.shard import Shard
-from nnx_checkpoint.naming import LazyStateDict, OptimizerState, StoredName
-from nnx_checkpoint.reader import Checkpoint
+from nnx_checkpoint.reading.naming import LazyStateDict, OptimizerState, StoredName
+from nnx_checkpoint.reading.reader import Checkpoint
 
 __all__ = [
     "ModelState",

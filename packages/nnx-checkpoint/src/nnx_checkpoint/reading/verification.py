@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 import xxhash
 
 from nnx_base.errors import CheckpointError
-from nnx_checkpoint.formats import Progress, files_below, open_checkpoint
-from nnx_checkpoint.index import INDEX, Index, Piece, TensorEntry
-from nnx_checkpoint.manifest import MANIFEST, DamagedManifestError, FileEntry, load_json
-from nnx_checkpoint.source import Source, is_replaced, read_manifest
+from nnx_checkpoint.format.index import INDEX, Index, Piece, TensorEntry
+from nnx_checkpoint.format.manifest import MANIFEST, DamagedManifestError, FileEntry, load_json
+from nnx_checkpoint.format.source import Source, is_replaced, read_manifest
+from nnx_checkpoint.reading.formats import Progress, files_below, open_checkpoint
 from nnx_checkpoint.storage import Location, Place, Reader
 from nnx_checkpoint.storage.locations import place_of
 

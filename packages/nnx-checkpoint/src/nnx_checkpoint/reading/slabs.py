@@ -24,9 +24,9 @@ import torch
 from nnx_base.box import Box
 from nnx_base.errors import CheckpointError
 from nnx_base.shard import Shard
-from nnx_checkpoint.formats import PARTIAL, Progress
-from nnx_checkpoint.index import TensorEntry
-from nnx_checkpoint.reader import Checkpoint
+from nnx_checkpoint.format.index import TensorEntry
+from nnx_checkpoint.reading.formats import PARTIAL, Progress
+from nnx_checkpoint.reading.reader import Checkpoint
 from nnx_checkpoint.storage.files import DirectFile, StreamWriter, explained, make_directories, sync_directory
 from nnx_checkpoint.storage.locations import LocalPlace, place_of
 

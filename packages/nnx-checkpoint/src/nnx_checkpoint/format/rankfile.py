@@ -24,7 +24,7 @@ import xxhash
 
 from nnx_base.box import Box
 from nnx_base.errors import CheckpointError
-from nnx_checkpoint.manifest import BLOCK, FileEntry, digest, rank_file
+from nnx_checkpoint.format.manifest import BLOCK, FileEntry, digest, rank_file
 from nnx_checkpoint.storage import Place
 from nnx_checkpoint.storage.files import ALIGNMENT, StreamWriter
 

@@ -9,7 +9,7 @@
 Planning, writing and committing live in their own modules; this one only puts them in order. An asynchronous
 save makes training wait for one copy only: the foreground encodes the objects and copies the tensors, without
 talking to other ranks, and a thread does the rest. One such save is in flight at a time; see
-`nnx_checkpoint.inflight`.
+`nnx_checkpoint.format.inflight`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ from torch.distributed.tensor import DTensor
 from nnx_base.errors import CheckpointError
 from nnx_base.ranks import background_group, control_group, exchange, rank_and_size, share
 from nnx_base.shard import Box, Shard, shard_of
-from nnx_checkpoint import inflight
-from nnx_checkpoint.codec import Encoder
-from nnx_checkpoint.inflight import PendingSave
-from nnx_checkpoint.manifest import FileEntry, digest, objects_file
-from nnx_checkpoint.pinned import pinned_empty
-from nnx_checkpoint.plan import (
+from nnx_checkpoint.format import inflight
+from nnx_checkpoint.format.codec import Encoder
+from nnx_checkpoint.format.inflight import PendingSave
+from nnx_checkpoint.format.manifest import FileEntry, digest, objects_file
+from nnx_checkpoint.format.rankfile import DTYPES, write_rank_file
+from nnx_checkpoint.storage import Location, Place
+from nnx_checkpoint.storage.locations import place_of
+from nnx_checkpoint.writing.pinned import pinned_empty
+from nnx_checkpoint.writing.plan import (
     Description,
     Mode,
     Plan,
@@ -49,10 +52,7 @@ from nnx_checkpoint.plan import (
     make_plan,
     select,
 )
-from nnx_checkpoint.rankfile import DTYPES, write_rank_file
-from nnx_checkpoint.storage import Location, Place
-from nnx_checkpoint.storage.locations import place_of
-from nnx_checkpoint.transaction import Transaction, begin
+from nnx_checkpoint.writing.transaction import Transaction, begin
 
 __all__ = ["Files", "poll", "release", "save", "save_async", "write_objects", "writer_info"]
 

@@ -13,10 +13,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from nnx_base.errors import CheckpointError
-from nnx_checkpoint.index import INDEX, Index, decode_index
-from nnx_checkpoint.inflight import wait_until_saved
-from nnx_checkpoint.manifest import MANIFEST, Manifest, begins_as_ours, decode_manifest, digest, is_save_id
-from nnx_checkpoint.rankfile import Offsets
+from nnx_checkpoint.format.index import INDEX, Index, decode_index
+from nnx_checkpoint.format.inflight import wait_until_saved
+from nnx_checkpoint.format.manifest import (
+    MANIFEST,
+    Manifest,
+    begins_as_ours,
+    decode_manifest,
+    digest,
+    is_save_id,
+)
+from nnx_checkpoint.format.rankfile import Offsets
 from nnx_checkpoint.storage import Location, Place, Reader
 from nnx_checkpoint.storage.locations import place_of
 

@@ -32,9 +32,9 @@ from typing_extensions import override
 from nnx_base.box import Box
 from nnx_base.errors import CheckpointError
 from nnx_checkpoint._torch_compat import STORAGE_DTYPES, load_structure, position_in_file
-from nnx_checkpoint.foreign.pickle_cost import MOST_OBJECTS, refuse_swollen, refuse_swollen_pickle
-from nnx_checkpoint.index import Piece, TensorEntry
+from nnx_checkpoint.format.index import Piece, TensorEntry
 from nnx_checkpoint.storage.files import FileReader, is_file, read_exactly
+from nnx_checkpoint.unpickling.cost import MOST_OBJECTS, refuse_swollen, refuse_swollen_pickle
 
 __all__ = [
     "FileTensor",

@@ -2,11 +2,11 @@
 
 Tensors of one dtype and shape whose boxes lie in the same files are one *group*, which is written once
 however many they are; a group whose boxes form a regular grid says so in a few numbers. Where in its file a
-box begins is not in the index: the header of the file says it (`nnx_checkpoint.rankfile`), and is read when
-data is asked for. This module owns a tensor's entry, whatever format it comes from, the index's text form,
-and the check of everything a reader relies on: boxes cut each tensor without gap or overlap, and files are
-exactly as long as what they hold. It never touches the file system and never imports torch unless a dtype is
-asked for.
+box begins is not in the index: the header of the file says it (`nnx_checkpoint.format.rankfile`), and is read
+when data is asked for. This module owns a tensor's entry, whatever format it comes from, the index's text
+form, and the check of everything a reader relies on: boxes cut each tensor without gap or overlap, and files
+are exactly as long as what they hold. It never touches the file system and never imports torch unless a dtype
+is asked for.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from nnx_base.box import (
     overlapping_of_grid,
 )
 from nnx_base.errors import CheckpointError
-from nnx_checkpoint.manifest import Manifest, load_json
-from nnx_checkpoint.rankfile import DTYPES, Entry, Offsets, find_offsets
+from nnx_checkpoint.format.manifest import Manifest, load_json
+from nnx_checkpoint.format.rankfile import DTYPES, Entry, Offsets, find_offsets
 
 if TYPE_CHECKING:
     import torch

@@ -42,15 +42,15 @@ from typing_extensions import override
 from nnx_base.errors import CheckpointError
 from nnx_base.shard import Box, Shard
 from nnx_checkpoint._torch_compat import WithoutData
-from nnx_checkpoint.codec import Encoder
-from nnx_checkpoint.formats import open_checkpoint
-from nnx_checkpoint.index import index_of
-from nnx_checkpoint.manifest import FileEntry, rank_file
-from nnx_checkpoint.rankfile import Entry, write_rank_file
-from nnx_checkpoint.reader import Checkpoint
+from nnx_checkpoint.format.codec import Encoder
+from nnx_checkpoint.format.index import index_of
+from nnx_checkpoint.format.manifest import FileEntry, rank_file
+from nnx_checkpoint.format.rankfile import Entry, write_rank_file
+from nnx_checkpoint.reading.formats import open_checkpoint
+from nnx_checkpoint.reading.reader import Checkpoint
 from nnx_checkpoint.storage.locations import place_of
-from nnx_checkpoint.transaction import Transaction, begin
-from nnx_checkpoint.writer import write_objects, writer_info
+from nnx_checkpoint.writing.transaction import Transaction, begin
+from nnx_checkpoint.writing.writer import write_objects, writer_info
 
 _OBJECTS, _PATHS = "dcp.objects", "dcp.paths"
 

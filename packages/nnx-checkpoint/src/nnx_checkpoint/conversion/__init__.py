@@ -1,0 +1,1 @@
+"""Convert checkpoints to other formats, merge them, and compare two of them."""

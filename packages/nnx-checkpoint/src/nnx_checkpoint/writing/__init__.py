@@ -1,0 +1,1 @@
+"""From shards to files: plan which rank writes what, write, commit."""
