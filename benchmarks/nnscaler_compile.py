@@ -73,7 +73,7 @@ def llama(arguments: argparse.Namespace) -> int:
 
 def mesh(arguments: argparse.Namespace) -> int:
     """Llama-3-8B for a world that is not here."""
-    from nnx_core.hardware import profile
+    from nnx_core.machine.hardware import profile
     from nnx_nnscaler.plan.cost import CostModel
     from nnx_nnscaler.plan.planning import plan_mesh
     from nnx_nnscaler.trace.forward import trace_forward
@@ -102,7 +102,7 @@ def compile_gpt(layers: int, policy: str) -> Times:
 
 def compile_module(module: nn.Module, args: Any, kwargs: Any, *, size: int, policy: str) -> Times:
     """Trace, plan and emit, timed."""
-    from nnx_core.hardware import profile
+    from nnx_core.machine.hardware import profile
     from nnx_nnscaler.codegen.emit import emit
     from nnx_nnscaler.plan.cost import CostModel
     from nnx_nnscaler.plan.planning import plan_program

@@ -70,7 +70,7 @@ def train(every: int, arguments: argparse.Namespace) -> tuple[list[float], list[
     from torch.utils.data import DataLoader, TensorDataset
 
     import nnx
-    from nnx_core.watch import Watch
+    from nnx_core.agree.watch import Watch
 
     class Stopwatch(Callback):
         def __init__(self) -> None:

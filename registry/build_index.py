@@ -1,6 +1,6 @@
 """Build the catalog: the index that nnx-core ships, and a page of the docs.
 
-    python registry/build_index.py            writes nnx_core/catalog.json and docs/catalog.md
+    python registry/build_index.py            writes nnx_core/names/catalog.json and docs/catalog.md
     python registry/build_index.py --check    exit code 1 where one of them is stale
 
 The plugins of this repository are described by their own specs and by their pyproject.toml; those of others,
@@ -18,11 +18,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from nnx_core.spec import Capabilities, StrategySpec
+from nnx_core.names.spec import Capabilities, StrategySpec
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-INDEX = ROOT / "packages" / "nnx-core" / "src" / "nnx_core" / "catalog.json"
+INDEX = ROOT / "packages" / "nnx-core" / "src" / "nnx_core" / "names" / "catalog.json"
 PAGE = ROOT / "docs" / "catalog.md"
 # Successors may be Lightning's own names.
 LIGHTNING_SUCCESSORS = {"auto", "ddp", "xla", "xla_debug"}

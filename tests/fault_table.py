@@ -23,7 +23,7 @@ from nnx_conformance import Subject
 from nnx_conformance.check import Reference, all_checks
 from nnx_conformance.pool import PRELOAD, WorkerPool
 from nnx_conformance.runner import Session, select_checks
-from nnx_core.registry import StrategyRegistry
+from nnx_core.names.registry import StrategyRegistry
 
 CHECKS = {check.name: check for check in all_checks()}
 FAST = [check.name for check in select_checks()]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from nnx_conformance.check import all_checks
-from nnx_core.registry import StrategyRegistry
-from nnx_core.spec import Capabilities
+from nnx_core.names.registry import StrategyRegistry
+from nnx_core.names.spec import Capabilities
 
 PAGE = Path(__file__).parents[1] / "docs" / "choosing.md"
 TABLE = re.compile(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nnx_core.registry import StrategyRegistry
+from nnx_core.names.registry import StrategyRegistry
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 DEFAULT = ("nnscaler_deduped",)

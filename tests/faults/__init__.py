@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nnx_conformance.check import GROUPS
 from nnx_conformance.subject import Subject
-from nnx_core.spec import Capabilities
+from nnx_core.names.spec import Capabilities
 
 __all__ = ["DECLARED", "EVERYTHING", "Fault", "all_faults", "fault", "name_of"]
 

@@ -25,7 +25,7 @@ from faults import DECLARED, EVERYTHING, Fault, fault
 from nnx import Capabilities
 from nnx_core.backend import ParallelContext
 from nnx_core.errors import UnsupportedError
-from nnx_core.failed_backward import FailedBackward
+from nnx_core.optimizers.failed_backward import FailedBackward
 from nnx_core.options import option
 from nnx_tiny.backend import TinyBackend
 

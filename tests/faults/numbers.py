@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from faults import DECLARED, EVERYTHING, fault
 from nnx import Capabilities
-from nnx_core.gradients import ParallelGradScaler, clip_gradients_by_norm
+from nnx_core.optimizers.gradients import ParallelGradScaler, clip_gradients_by_norm
 from nnx_fsdp.backend import FSDPBackend
 from nnx_tiny.backend import TinyBackend
 

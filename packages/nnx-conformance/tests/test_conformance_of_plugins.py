@@ -12,8 +12,8 @@ from nnx_conformance import Subject
 from nnx_conformance.check import Bench, CheckFailed, NotApplicable, Reference, all_checks
 from nnx_conformance.pool import WorkerPool
 from nnx_conformance.subject import Identity
-from nnx_core.registry import StrategyRegistry
-from nnx_core.spec import Capabilities
+from nnx_core.names.registry import StrategyRegistry
+from nnx_core.names.spec import Capabilities
 
 CHECKS = {check.name: check for check in all_checks()}
 OF_PLUGINS = (

@@ -29,7 +29,7 @@ from nnx_conformance.report import Result
 from nnx_conformance.runner import Session, select_checks
 from nnx_conformance.task import Plain, Task
 from nnx_core.errors import NnxError, OptionError, StrategyNotFoundError
-from nnx_core.spec import Capabilities
+from nnx_core.names.spec import Capabilities
 
 NAMES = ("jobs.conformance_names",)
 

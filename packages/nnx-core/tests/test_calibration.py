@@ -18,7 +18,7 @@ from nnx_core.calibration import (
     updated_elements,
 )
 from nnx_core.errors import OptionError
-from nnx_core.hardware import COLLECTIVES, PROFILES, Hardware, Link, MeasuredLink, profile
+from nnx_core.machine.hardware import COLLECTIVES, PROFILES, Hardware, Link, MeasuredLink, profile
 
 ALONE = GroupCommunicator(None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from nnx_core.direct_calls import FUNCTIONS
+from nnx_core.agree.direct_calls import FUNCTIONS
 
 _SOURCES = Path(__file__).parents[2]
 

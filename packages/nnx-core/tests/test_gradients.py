@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nnx_core.gradients import (
+from nnx_core.optimizers.gradients import (
     Gradient,
     clip_gradients_by_norm,
     clip_gradients_by_value,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD
 
 from nnx_core.errors import UnsupportedError
-from nnx_core.own_optimizers import OwnOptimizers
+from nnx_core.optimizers.own_optimizers import OwnOptimizers
 
 
 def test_a_step_with_gradients_that_no_engine_reduces_is_refused_until_the_engine_is_freed() -> None:

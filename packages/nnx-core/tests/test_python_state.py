@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from nnx_core.python_state import PythonState
+from nnx_core.view.python_state import PythonState
 
 COUNT = 0
 

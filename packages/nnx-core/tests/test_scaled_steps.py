@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nnx_core import gradients
-from nnx_core.gradients import ParallelGradScaler
+from nnx_core.optimizers import gradients
+from nnx_core.optimizers.gradients import ParallelGradScaler
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

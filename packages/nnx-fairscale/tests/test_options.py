@@ -13,7 +13,7 @@ from nnx_core.errors import OptionError, UnsupportedError
 
 pytest.importorskip("fairscale", reason="fairscale is not installed")
 
-from nnx_core.modules import Layers
+from nnx_core.view.modules import Layers
 from nnx_fairscale.fsdp import FairscaleFSDPBackend, choose_units
 from nnx_fairscale.options import FairscaleFSDPOptions, OSSOptions, ShardedOptions
 from nnx_fairscale.oss import Ownership

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from nnx_core.errors import OptionError
-from nnx_core.modules import Layers
+from nnx_core.view.modules import Layers
 from nnx_fsdp.units import choose_units, tied_across
 
 

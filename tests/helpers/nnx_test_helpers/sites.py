@@ -63,8 +63,8 @@ class Site:
 @pytest.fixture
 def clean_names():
     """Forget, before and after, what was discovered and registered in this process."""
-    from nnx_core import plugins
-    from nnx_core.registry import StrategyRegistry
+    from nnx_core.names import plugins
+    from nnx_core.names.registry import StrategyRegistry
 
     def forget():
         plugins._State.found = None

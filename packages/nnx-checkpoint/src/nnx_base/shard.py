@@ -85,7 +85,7 @@ def shard_of(tensor: Tensor) -> Shard:
 
 def _shard_of(tensor: Tensor) -> Shard:
     shape, dtype = tuple(tensor.shape), tensor.dtype
-    if hasattr(tensor, "_nnx_left"):  # on other ranks, by `nnx_core.modules.leave_on_meta`
+    if hasattr(tensor, "_nnx_left"):  # on other ranks, by `nnx_core.view.modules.leave_on_meta`
         return Shard(shape, dtype, (), ())
     if not isinstance(tensor, DTensor):
         return Shard(shape, dtype, (Box.whole(shape),), (tensor.detach(),))

@@ -34,7 +34,7 @@ from nnx_core._torch_compat import (
     users_of_storage,
     will_execute,
 )
-from nnx_core.own_optimizers import refuse_unreduced_step
+from nnx_core.optimizers.own_optimizers import refuse_unreduced_step
 from nnx_fsdp._torch_compat import drop_unreduced_gradient, has_unreduced_gradient
 
 __all__ = [

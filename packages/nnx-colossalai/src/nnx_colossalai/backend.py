@@ -29,9 +29,9 @@ from nnx_core import random_state
 from nnx_core._torch_compat import tree_leaves, tree_map_only
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import PlanError, UnsupportedError
-from nnx_core.gradients import Gradient
-from nnx_core.hidden_state import HiddenStates
-from nnx_core.whole_matrix import OwnerRanks
+from nnx_core.optimizers.gradients import Gradient
+from nnx_core.optimizers.whole_matrix import OwnerRanks
+from nnx_core.view.hidden_state import HiddenStates
 
 __all__ = [
     "ColossalAIBackend",

@@ -27,7 +27,7 @@ from nnx_base.ranks import all_gather_object, control_group
 from nnx_colossalai.plan.spec import RankResources, Rates, format_bytes
 from nnx_core.calibration import GroupCommunicator, calibrated
 from nnx_core.errors import NnxError
-from nnx_core.hardware import Hardware, sent_share
+from nnx_core.machine.hardware import Hardware, sent_share
 
 EventT = TypeVar("EventT")
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nnx_core.backend import Backend
 from nnx_core.errors import OptionError
-from nnx_core.gradients import ParallelGradScaler
 from nnx_core.lightning.namespaces import trainer_tree
+from nnx_core.optimizers.gradients import ParallelGradScaler
 from nnx_core.options import check_choice
 
 # --- the loss scale -------------------------------------------------------------------------------

@@ -43,9 +43,9 @@ from nnx_colossalai.plan.spec import ModelSpec, RankResources, Rates, Tier, Wish
 from nnx_colossalai.stepper import Stepper
 from nnx_core.backend import ParallelContext, Sample, first_call
 from nnx_core.errors import NnxError, UnsupportedError
-from nnx_core.hidden_state import held_state
-from nnx_core.modules import Layers
-from nnx_core.python_state import WentOnError
+from nnx_core.view.hidden_state import held_state
+from nnx_core.view.modules import Layers
+from nnx_core.view.python_state import WentOnError
 
 __all__ = [
     "ChunkedModel",

@@ -34,9 +34,9 @@ from nnx_colossalai.optimizers import (
 )
 from nnx_core._torch_compat import shadow_of
 from nnx_core.errors import NnxError
-from nnx_core.hidden_state import held_state
+from nnx_core.optimizers.step_arguments import take_closure
 from nnx_core.options import check_choice
-from nnx_core.step_arguments import take_closure
+from nnx_core.view.hidden_state import held_state
 
 T = TypeVar("T")
 Overlap = Literal["none", "exact"]

@@ -19,7 +19,7 @@ from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
 from nnx_core.errors import OptionError, PlanError, UnsupportedError
-from nnx_core.gradients import ParallelGradScaler
+from nnx_core.optimizers.gradients import ParallelGradScaler
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from jobs.simulated_device import SimDevice
 from nnx_colossalai import device as module
 from nnx_colossalai.device import HostDevice, available_host_bytes, rates_of, resources
 from nnx_colossalai.plan.spec import Rates
-from nnx_core.hardware import Link, profile
+from nnx_core.machine.hardware import Link, profile
 
 
 @pytest.fixture

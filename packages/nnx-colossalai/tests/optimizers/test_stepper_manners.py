@@ -21,7 +21,7 @@ from jobs.colossalai_layers import Layer, Model
 from nnx_colossalai.optimizers import FusedAdam
 from nnx_colossalai.stepper import OptimizerStepError, Stepper
 from nnx_core.errors import OptionError
-from nnx_core.own_optimizers import OwnOptimizers
+from nnx_core.optimizers.own_optimizers import OwnOptimizers
 
 pytestmark = pytest.mark.timeout(60)
 

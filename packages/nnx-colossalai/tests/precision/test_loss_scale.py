@@ -12,7 +12,7 @@ import torch
 
 from nnx_colossalai.loss_scale import DynamicLossScaler, LossScaleRule
 from nnx_core.errors import OptionError
-from nnx_core.gradients import ParallelGradScaler, gradients_of
+from nnx_core.optimizers.gradients import ParallelGradScaler, gradients_of
 
 Settings = dict[str, Any]
 

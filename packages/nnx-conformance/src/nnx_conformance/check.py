@@ -24,7 +24,7 @@ from nnx_conformance.subject import REFERENCE, Identity, Kind, Subject
 from nnx_conformance.task import Outcome, Plain, Task
 from nnx_conformance.training import fit
 from nnx_core.errors import NnxError
-from nnx_core.spec import Capabilities
+from nnx_core.names.spec import Capabilities
 
 __all__ = [
     "Bench",

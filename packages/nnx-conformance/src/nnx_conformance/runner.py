@@ -30,7 +30,7 @@ from nnx_conformance.pool import PRELOAD, JobError, WorkerPool
 from nnx_conformance.report import Report, Result, Verdict
 from nnx_conformance.subject import Identity, Subject
 from nnx_core.errors import NnxError, OptionError
-from nnx_core.registry import StrategyRegistry
+from nnx_core.names.registry import StrategyRegistry
 
 __all__ = [
     "Session",

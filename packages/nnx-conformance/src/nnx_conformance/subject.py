@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nnx_core.spec import LIGHTNING_NAMES, Capabilities
+from nnx_core.names.spec import LIGHTNING_NAMES, Capabilities
 
 Kind = Literal["backend", "strategy", "lightning"]
 """What stands behind a name: an `nnx.Backend`, a plugin's own Lightning strategy, or one of Lightning's."""
@@ -75,7 +75,7 @@ class Subject:
             NnxError: The name is not known, or its class cannot be imported.
         """
         from nnx_core.backend import Backend
-        from nnx_core.registry import StrategyRegistry
+        from nnx_core.names.registry import StrategyRegistry
 
         self.prepare()
         if self.is_lightning:

@@ -12,12 +12,12 @@ from typing import Any
 import _nnx_autoload
 
 _HOME = {
-    "Capabilities": "nnx_core.spec",
-    "CheckpointFormatSpec": "nnx_core.spec",
-    "LauncherSpec": "nnx_core.spec",
-    "StrategySpec": "nnx_core.spec",
-    "hookimpl": "nnx_core.plugins",
-    "StrategyRegistry": "nnx_core.registry",
+    "Capabilities": "nnx_core.names.spec",
+    "CheckpointFormatSpec": "nnx_core.names.spec",
+    "LauncherSpec": "nnx_core.names.spec",
+    "StrategySpec": "nnx_core.names.spec",
+    "hookimpl": "nnx_core.names.plugins",
+    "StrategyRegistry": "nnx_core.names.registry",
     "strategy": "nnx_core.lightning.factory",
     "Backend": "nnx_core.backend",
     "ParallelContext": "nnx_core.backend",

@@ -32,20 +32,20 @@ from nnx_core.lightning.factory import strategy as strategy
 from nnx_core.lightning.loading import load_from_checkpoint as load_from_checkpoint
 from nnx_core.lite import LightningLite as LightningLite
 from nnx_core.lite import Lite as Lite
-from nnx_core.plugins import hookimpl as hookimpl
-from nnx_core.random_state import RandomState as RandomState
-from nnx_core.registry import StrategyRegistry as StrategyRegistry
-from nnx_core.spec import (
+from nnx_core.names.plugins import hookimpl as hookimpl
+from nnx_core.names.registry import StrategyRegistry as StrategyRegistry
+from nnx_core.names.spec import (
     Capabilities as Capabilities,
 )
-from nnx_core.spec import (
+from nnx_core.names.spec import (
     CheckpointFormatSpec as CheckpointFormatSpec,
 )
-from nnx_core.spec import (
+from nnx_core.names.spec import (
     LauncherSpec as LauncherSpec,
 )
-from nnx_core.spec import (
+from nnx_core.names.spec import (
     StrategySpec as StrategySpec,
 )
+from nnx_core.random_state import RandomState as RandomState
 
 __version__: str

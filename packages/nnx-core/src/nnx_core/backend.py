@@ -41,8 +41,8 @@ from nnx_checkpoint.reading.state import (
     describe_optimizer,
     new_state_tensor,
 )
-from nnx_core.failed_backward import FailedBackward
-from nnx_core.gradients import (
+from nnx_core.optimizers.failed_backward import FailedBackward
+from nnx_core.optimizers.gradients import (
     Gradient,
     ParallelGradScaler,
     clip_gradients_by_norm,
@@ -131,7 +131,7 @@ class Backend(ABC, Generic[OptionsT]):
             refuses ``loss.backward()`` in manual optimization, where nothing would reduce them.
         own_batch: The option that lets each rank read batches of its own, where ranks may share one.
         gather_at_end: The ranks that hold whole weights after the run; set by the adapter.
-        is_watched: Whether the ranks are compared after this step; set by `nnx_core.watch`.
+        is_watched: Whether the ranks are compared after this step; set by `nnx_core.agree.watch`.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
@@ -348,16 +348,16 @@ class Backend(ABC, Generic[OptionsT]):
     def decisions(self, module: nn.Module) -> str:
         """What the engine decided about a laid-out module and all ranks must have decided alike, as text.
 
-        `nnx_core.watch` compares it over the ranks: a plan, or the names of the units.
+        `nnx_core.agree.watch` compares it over the ranks: a plan, or the names of the units.
         """
         return ""
 
     def written(self, module: nn.Module) -> Mapping[str, int]:
         """A checksum of what user code wrote into each parameter since the last call, by name.
 
-        `nnx_core.watch` compares it over the ranks. An engine returns it where each rank keeps only its own
-        shard of what it wrote, or where a step replaces what a rank wrote by another rank's values. It
-        computes it only while it `is_watched`; `nnx_core.watch.Writes` does so.
+        `nnx_core.agree.watch` compares it over the ranks. An engine returns it where each rank keeps only its
+        own shard of what it wrote, or where a step replaces what a rank wrote by another rank's values. It
+        computes it only while it `is_watched`; `nnx_core.agree.watch.Writes` does so.
         """
         return {}
 

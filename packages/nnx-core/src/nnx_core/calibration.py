@@ -1,10 +1,10 @@
 """Measuring the machine: computation, copies, updates, and collectives on the actual group.
 
 What is measured is what training calls: operators through autograd, collectives through a `Communicator`,
-copies from pinned memory. `nnx_core.hardware` says what each figure means, and by which clock. Small things
-are called in turns with computation, as programs call them: a collective that finds caches and threads cold
-takes several times what it takes in a loop of its own. Results are kept on disk, one file for a machine, and
-all ranks use rank 0's. A file that is broken is measured anew.
+copies from pinned memory. `nnx_core.machine.hardware` says what each figure means, and by which clock. Small
+things are called in turns with computation, as programs call them: a collective that finds caches and threads
+cold takes several times what it takes in a loop of its own. Results are kept on disk, one file for a machine,
+and all ranks use rank 0's. A file that is broken is measured anew.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.distributed import all_reduce
 
 from nnx_base.ranks import all_gather_object
 from nnx_core._torch_compat import all_gather_into, reduce_scatter_into
-from nnx_core.hardware import COLLECTIVES, Collective, Hardware, MeasuredLink, link_of_json
 from nnx_core.json_files import cache_directory, read_json, write_json
+from nnx_core.machine.hardware import COLLECTIVES, Collective, Hardware, MeasuredLink, link_of_json
 
 __all__ = ["Communicator", "GroupCommunicator", "calibrated"]
 

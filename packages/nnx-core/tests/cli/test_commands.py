@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 import pytest
 
 from nnx_checkpoint.cli.command import main
-from nnx_core.registry import StrategyRegistry
+from nnx_core.names.registry import StrategyRegistry
 
 FULL = """
 from nnx import Capabilities, StrategySpec, hookimpl

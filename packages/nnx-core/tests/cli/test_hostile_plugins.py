@@ -54,7 +54,8 @@ HARMLESS = {
         "import os, sys\nos.write(1, b'{'); os.write(2, b'{'); sys.__stdout__.write('{'); print('{')\n" + FINE
     ),
     "reads from the terminal": "try: input()\nexcept EOFError: pass\n" + FINE,
-    "asks who is there": "from nnx_core.plugins import inventory\nassert not inventory().specs\n" + FINE,
+    "asks who is there": "from nnx_core.names.plugins import inventory\nassert not inventory().specs\n"
+    + FINE,
 }
 
 
@@ -67,7 +68,7 @@ def command(capfd: Any, site: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv("NNX_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("NNX_LOAD_PLUGINS", "aa-fine,bb-odd,cc-fine")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # whose folder would change the directory
-    monkeypatch.setattr("nnx_core.plugin_processes._SECONDS", 1)
+    monkeypatch.setattr("nnx_core.names.plugin_processes._SECONDS", 1)
     site.provide("aa-fine", "before")
     site.provide("cc-fine", "after")
 
@@ -128,7 +129,7 @@ def test_what_a_plugin_writes_or_reads_does_not_disturb(command: Any, site: Any,
 def test_answers_are_kept_until_the_plugin_changes(
     command: Any, site: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nnx_core import plugin_processes
+    from nnx_core.names import plugin_processes
 
     asked: list[str] = []
     real = plugin_processes._ask

@@ -20,7 +20,7 @@ from nnx_conformance import Subject
 from nnx_conformance.check import Reference
 from nnx_conformance.runner import Session, select_checks
 from nnx_core.cli.new import Given, run
-from nnx_core.spec import API_VERSION
+from nnx_core.names.spec import API_VERSION
 from nnx_test_helpers.repository import from_repository
 
 if sys.version_info >= (3, 11):
@@ -341,7 +341,7 @@ def test_json_asks_nothing_and_names_every_file(command, tmp_path):
 def test_what_cannot_work_is_refused_before_anything_is_written(
     command, tmp_path, clean_names, monkeypatch, options, message
 ):
-    from nnx_core.registry import StrategyRegistry
+    from nnx_core.names.registry import StrategyRegistry
 
     monkeypatch.setattr(type(StrategyRegistry), "owner", lambda self, name: "acme 1.0")
     StrategyRegistry.register("acme", "acme:Acme")

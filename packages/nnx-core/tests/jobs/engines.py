@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from nnx_base.shard import Box, Shard, shard_of, shard_of_range
 from nnx_checkpoint.reading.state import ModelState, OptimizerState, fill_optimizer_tensors
 from nnx_core.backend import Backend, NoOptions, Sample
-from nnx_core.gradients import Gradient
+from nnx_core.optimizers.gradients import Gradient
 
 # --- a compiler's way ---------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import socket
 import traceback
 from typing import Any
 
-from nnx_core.launcher import Job, Launcher, Work, variables
+from nnx_core.launch.launcher import Job, Launcher, Work, variables
 
 
 class SpawningLauncher(Launcher):

@@ -11,7 +11,7 @@ import pytest
 import nnx
 from nnx_core.backend import Backend
 from nnx_core.lightning.registration import build
-from nnx_core.spec import StrategySpec
+from nnx_core.names.spec import StrategySpec
 
 FSDP = StrategySpec("mine", "nnx_fsdp.backend:FSDPBackend")
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import nnx
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import NnxError
-from nnx_core.modules import move_states
+from nnx_core.view.modules import move_states
 from nnx_test_helpers.training import Net, Run, digest_of, make_trainer
 
 STRATEGIES = ["fsdp_auto", "nnx_deepspeed_3", "nnscaler_zero", "colossalai", "tiny", "fairscale_fsdp"]

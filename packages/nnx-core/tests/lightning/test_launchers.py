@@ -15,7 +15,7 @@ from nnx_conformance.subject import Subject
 from nnx_conformance.task import Task
 from nnx_conformance.training import make_trainer
 from nnx_core.errors import LaunchError, OptionError, UnsupportedError
-from nnx_core.launcher import LauncherOptions, last_committed, make_launcher, variables
+from nnx_core.launch.launcher import LauncherOptions, last_committed, make_launcher, variables
 from nnx_core.lightning.launcher import LightningLauncher
 
 DECLARED = """
@@ -75,7 +75,7 @@ def test_what_a_launcher_needs_is_named_where_it_is_missing(site, monkeypatch):
 
 def test_a_target_that_is_no_launcher_is_refused(site):
     provide(site, target="builtins:dict")
-    with pytest.raises(nnx.NnxError, match=r"'builtins:dict', which is no nnx_core.launcher.Launcher"):
+    with pytest.raises(nnx.NnxError, match=r"'builtins:dict', which is no nnx_core.launch.launcher.Launcher"):
         make_launcher("acme", {})
 
 

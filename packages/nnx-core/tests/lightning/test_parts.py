@@ -24,7 +24,7 @@ from jobs.unit_jobs import (
 )
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import UnsupportedError
-from nnx_core.gradients import (
+from nnx_core.optimizers.gradients import (
     Gradient,
     clip_gradients_by_norm,
     clip_gradients_by_value,

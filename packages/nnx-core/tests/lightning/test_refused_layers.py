@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import nnx
 from nnx_base.errors import NnxError
 from nnx_conformance.pool import WorkerPool
-from nnx_core.modules import refuse_layers
+from nnx_core.view.modules import refuse_layers
 from nnx_fsdp.weights import Weights
 
 

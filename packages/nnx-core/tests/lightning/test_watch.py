@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nnx
 from nnx_conformance.pool import JobError, WorkerPool
+from nnx_core.agree.watch import Watch, checksum
 from nnx_core.backend import Backend, NoOptions
 from nnx_core.lightning.callbacks import _AsItIs
-from nnx_core.watch import Watch, checksum
 
 FAULTY_RANK = 2
 

@@ -14,7 +14,6 @@ from lightning.fabric.accelerators import CUDAAccelerator, MPSAccelerator, XLAAc
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 import nnx
-from nnx_core.catalog import historical
 from nnx_core.errors import NnxError
 from nnx_core.lite import Lite
 from nnx_core.lite.flags import (
@@ -26,6 +25,7 @@ from nnx_core.lite.flags import (
     TRANSLATED,
     fabric_arguments,
 )
+from nnx_core.names.catalog import historical
 from nnx_test_helpers.repository import from_repository
 
 PAGE = from_repository(__file__, "docs/lite.md")

@@ -4,11 +4,11 @@ import threading
 import pytest
 
 from nnx_core.errors import PluginError
-from nnx_core.plugins import checkpoint_formats, inventory, refresh
+from nnx_core.names.plugins import checkpoint_formats, inventory, refresh
 
 HOOK = "from nnx import StrategySpec, hookimpl\n@hookimpl\ndef nnx_strategies():\n    "
 FORMATS = (
-    "from nnx import hookimpl\nfrom nnx_core.spec import CheckpointFormatSpec\n"
+    "from nnx import hookimpl\nfrom nnx_core.names.spec import CheckpointFormatSpec\n"
     "@hookimpl\ndef nnx_checkpoint_formats():\n    "
 )
 GOOD = "StrategySpec('fine', 'somewhere:Something')"
@@ -246,7 +246,7 @@ def test_a_plugin_that_asks_for_the_inventory_while_it_is_loaded_gets_what_is_th
     site.provide("aa-first", "first")
     site.add(
         "bb-curious",
-        "from nnx_core.plugins import inventory\nanswer = inventory()\nseen = sorted(answer.specs)\n"
+        "from nnx_core.names.plugins import inventory\nanswer = inventory()\nseen = sorted(answer.specs)\n"
         + HOOK
         + f"return [{GOOD}]",
     )

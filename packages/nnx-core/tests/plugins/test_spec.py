@@ -4,7 +4,13 @@ import pickle
 import pytest
 
 from nnx_core.errors import PluginError
-from nnx_core.spec import Capabilities, CheckpointFormatSpec, StrategySpec, import_reference, name_remarks
+from nnx_core.names.spec import (
+    Capabilities,
+    CheckpointFormatSpec,
+    StrategySpec,
+    import_reference,
+    name_remarks,
+)
 
 
 @pytest.mark.parametrize("name", ["a", "fsdp_auto", "nnscaler_deduped", "x2"])
@@ -87,14 +93,14 @@ def test_a_spec_survives_json_and_pickle_and_keeps_its_own_parameters():
 
 
 def test_resolving_imports_the_target_and_nested_names():
-    assert StrategySpec("x", "nnx_core.spec:StrategySpec.as_dict").resolve() is StrategySpec.as_dict
+    assert StrategySpec("x", "nnx_core.names.spec:StrategySpec.as_dict").resolve() is StrategySpec.as_dict
     assert StrategySpec("x", dict).resolve() is dict
     assert StrategySpec("x", dict).reference == "builtins:dict"
 
 
 @pytest.mark.parametrize(
     ("reference", "detail"),
-    [("not_there:X", "No module named 'not_there'"), ("nnx_core.spec:Nope", "has no attribute 'Nope'")],
+    [("not_there:X", "No module named 'not_there'"), ("nnx_core.names.spec:Nope", "has no attribute 'Nope'")],
 )
 def test_a_target_that_cannot_be_imported_is_named_with_its_reason(reference, detail):
     with pytest.raises(PluginError) as caught:

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from nnx_core.catalog import historical, known
-from nnx_core.plugins import inventory
-from nnx_core.spec import LIGHTNING_NAMES
+from nnx_core.names.catalog import historical, known
+from nnx_core.names.plugins import inventory
+from nnx_core.names.spec import LIGHTNING_NAMES
 from nnx_test_helpers.repository import from_repository
 
 CATALOG = from_repository(__file__, "registry")

@@ -13,11 +13,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import StrategyRegistry as Lightnings
 
 import nnx
-from nnx_core.catalog import historical, known
 from nnx_core.errors import OptionError, PluginError, StrategyNotFoundError, StrategyNotInstalledError
 from nnx_core.lightning.factory import default_namespace
 from nnx_core.lightning.registration import StrategyFactory
-from nnx_core.spec import LIGHTNING_NAMES
+from nnx_core.names.catalog import historical, known
+from nnx_core.names.spec import LIGHTNING_NAMES
 
 pytestmark = [
     pytest.mark.usefixtures("clean_names"),

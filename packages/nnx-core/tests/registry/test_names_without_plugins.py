@@ -11,8 +11,8 @@ import pytest
 import pytorch_lightning
 
 import nnx
-from nnx_core.catalog import historical, known
 from nnx_core.errors import StrategyNotFoundError, StrategyNotInstalledError
+from nnx_core.names.catalog import historical, known
 
 QUIET = {"logger": False, "enable_progress_bar": False}
 TREES: dict[str, tuple[Any, dict[str, Any]]] = {

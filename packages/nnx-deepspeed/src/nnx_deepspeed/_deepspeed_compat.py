@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from nnx_base._torch_compat import default_group
 from nnx_base.ranks import control_group, is_distributed
 from nnx_core._torch_compat import end_of_backward, foreach_copy_, will_execute
+from nnx_core.agree.watch import Writes
 from nnx_core.errors import UnsupportedError
-from nnx_core.watch import Writes
 
 _LEFT_ON_MODULES = (
     *("_original_parameters", "_external_params", "all_parameters"),

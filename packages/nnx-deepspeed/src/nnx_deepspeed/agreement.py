@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nnx_base.ranks import is_distributed
+from nnx_core.agree.watch import Writes
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder, asked_anywhere, name_wait, used_anywhere
-from nnx_core.watch import Writes
 from nnx_deepspeed._deepspeed_compat import (
     before_each_gather,
     drop_stale_gradients,

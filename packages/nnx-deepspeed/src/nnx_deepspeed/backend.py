@@ -21,12 +21,12 @@ from nnx_checkpoint.reading.state import (
     parameter_names,
     restore_groups,
 )
+from nnx_core.agree.watch import Writes
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import UnsupportedError
-from nnx_core.gradients import Gradient
-from nnx_core.modules import broadcast_module, forward_as, materialize, move_to
-from nnx_core.own_optimizers import no_optimizer, refuse_no_optimizer
-from nnx_core.watch import Writes
+from nnx_core.optimizers.gradients import Gradient
+from nnx_core.optimizers.own_optimizers import no_optimizer, refuse_no_optimizer
+from nnx_core.view.modules import broadcast_module, forward_as, materialize, move_to
 from nnx_deepspeed._deepspeed_compat import join_world, prepare_operators, put_back_globals
 from nnx_deepspeed.config import make_config
 from nnx_deepspeed.engine import ZeroEngine

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Adagrad, Optimizer, SparseAdam
 
-from nnx_core.elementwise import Trial, try_optimizer
 from nnx_core.errors import OptionError, UnsupportedError
+from nnx_core.optimizers.elementwise import Trial, try_optimizer
 from nnx_deepspeed._deepspeed_compat import is_tested_optimizer
 from nnx_deepspeed.options import DeepSpeedOptions
 

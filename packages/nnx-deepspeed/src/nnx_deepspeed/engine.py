@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx_core._torch_compat import shadow_of
+from nnx_core.agree.watch import Writes
 from nnx_core.errors import OptionError, UnsupportedError
-from nnx_core.hidden_state import HiddenState
-from nnx_core.modules import lay_in_order, move_buffers_to, with_strides
-from nnx_core.own_optimizers import OwnOptimizers
-from nnx_core.watch import Writes
-from nnx_core.whole import local_mode
+from nnx_core.optimizers.own_optimizers import OwnOptimizers
+from nnx_core.view.hidden_state import HiddenState
+from nnx_core.view.modules import lay_in_order, move_buffers_to, with_strides
+from nnx_core.view.whole import local_mode
 from nnx_deepspeed._deepspeed_compat import (
     count_backwards_anew,
     counts_by_number,

@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from nnx_base.box import cut_range
 from nnx_base.shard import Box, Shard, shard_of, shard_of_range
 from nnx_core.errors import CheckpointError
-from nnx_core.gradients import Gradient
-from nnx_core.whole import Sees, local_mode, what_it_sees
+from nnx_core.optimizers.gradients import Gradient
+from nnx_core.view.whole import Sees, local_mode, what_it_sees
 from nnx_deepspeed._deepspeed_compat import (
     counts_by_number,
     fragment,

@@ -22,13 +22,13 @@ from nnx_checkpoint.reading.state import (
     parameter_names,
     restore_groups,
 )
+from nnx_core.agree.watch import Writes, refuse_unequal_gradient
 from nnx_core.backend import Backend, Sample
-from nnx_core.elementwise import dependence
 from nnx_core.errors import UnsupportedError
-from nnx_core.hidden_state import HiddenState
-from nnx_core.modules import broadcast_module, lay_in_order, materialize, move_to, with_strides
-from nnx_core.own_optimizers import OwnOptimizers
-from nnx_core.watch import Writes, refuse_unequal_gradient
+from nnx_core.optimizers.elementwise import dependence
+from nnx_core.optimizers.own_optimizers import OwnOptimizers
+from nnx_core.view.hidden_state import HiddenState
+from nnx_core.view.modules import broadcast_module, lay_in_order, materialize, move_to, with_strides
 from nnx_fairscale.options import OSSOptions
 from nnx_fairscale.reducer import GradientReducer
 

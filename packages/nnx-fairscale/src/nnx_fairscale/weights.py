@@ -1,9 +1,9 @@
 """What user code sees of parameters in units: whole values and gradients, of which the rank's part is kept.
 
 Between steps a parameter's data is this rank's piece of it. Code written for one process expects the whole,
-so each is guarded (`nnx_core.whole`): a whole is gathered when somebody asks for values, and what is changed
-in it is written back. In a forward the modules have views on what their unit has gathered, which need no
-guard.
+so each is guarded (`nnx_core.view.whole`): a whole is gathered when somebody asks for values, and what is
+changed in it is written back. In a forward the modules have views on what their unit has gathered, which need
+no guard.
 
 `Weights` has all parts of a backend and knows when wholes end: before the engine works on pieces again.
 """
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from nnx_base.box import cut_range
 from nnx_core._torch_compat import storage_users
+from nnx_core.agree.watch import Writes
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder
-from nnx_core.watch import Writes
-from nnx_core.whole import (
+from nnx_core.view.whole import (
     HeldByTensor,
     Part,
     Seen,

@@ -32,9 +32,11 @@ from nnx_checkpoint.reading.state import ModelState, OptimizerState, describe_mo
 from nnx_core._torch_compat import begin_anew, forget_dtensors, states_of
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError
-from nnx_core.gradients import Gradient, refuse_sparse_layers
-from nnx_core.hidden_state import HiddenStates, StateParts
-from nnx_core.modules import (
+from nnx_core.optimizers.gradients import Gradient, refuse_sparse_layers
+from nnx_core.optimizers.whole_matrix import OwnerRanks
+from nnx_core.used import CollectiveOrder
+from nnx_core.view.hidden_state import HiddenStates, StateParts
+from nnx_core.view.modules import (
     Layers,
     broadcast_module,
     forward_as,
@@ -43,9 +45,7 @@ from nnx_core.modules import (
     move_to,
     with_strides,
 )
-from nnx_core.used import CollectiveOrder
-from nnx_core.whole import local_mode
-from nnx_core.whole_matrix import OwnerRanks
+from nnx_core.view.whole import local_mode
 from nnx_fsdp._torch_compat import (
     Unit,
     before_part,
@@ -75,7 +75,7 @@ __all__ = [
 
 
 class PartsOfState:
-    """How sharded state looks whole to user code; `nnx_core.hidden_state.StateParts`.
+    """How sharded state looks whole to user code; `nnx_core.view.hidden_state.StateParts`.
 
     Args:
         weights: The weights of every module that is laid out.
@@ -650,7 +650,7 @@ class FSDPBackend(Backend[FSDPOptions]):
         """How optimizers' state looks whole to user code.
 
         Args:
-            refusal: As of `nnx_core.hidden_state.StateParts`.
+            refusal: As of `nnx_core.view.hidden_state.StateParts`.
         """
         return PartsOfState(self._all_weights, refusal)
 

@@ -1,7 +1,7 @@
 """What is known of one sharded tensor that user code may look at: a parameter, its data, its gradient.
 
-The guard (`nnx_core.whole`) asks a part for the whole; a part gathers it from the DTensor, and writes back
-what was changed. `weights` has all parts of a module and decides how long wholes are kept.
+The guard (`nnx_core.view.whole`) asks a part for the whole; a part gathers it from the DTensor, and writes
+back what was changed. `weights` has all parts of a module and decides how long wholes are kept.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from nnx_base.shard import shard_of
 from nnx_core._torch_compat import storage_users
+from nnx_core.agree.watch import checksum, digest, refuse_unequal_gradient
 from nnx_core.errors import UnsupportedError
-from nnx_core.watch import checksum, digest, refuse_unequal_gradient
-from nnx_core.whole import (
+from nnx_core.view.whole import (
     Guard,
     HeldByTensor,
     Part,

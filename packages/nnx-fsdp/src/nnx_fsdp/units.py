@@ -35,7 +35,7 @@ from types import FunctionType
 from torch import nn
 
 from nnx_core.errors import OptionError
-from nnx_core.modules import Layers
+from nnx_core.view.modules import Layers
 
 # --- modules that a forward chooses between -------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """The sharded parameters of one module, as user code sees and touches them between FSDP2's collectives.
 
 FSDP2 leaves DTensors on the module, and in a step the gathered weights of what is being computed. Neither is
-what code written for one process expects. So every sharded parameter is guarded (`nnx_core.whole`): it reads
-as whole, writes reach the shards, gradients of penalties are averaged over the ranks, hooks see whole
+what code written for one process expects. So every sharded parameter is guarded (`nnx_core.view.whole`): it
+reads as whole, writes reach the shards, gradients of penalties are averaged over the ranks, hooks see whole
 gradients, and what a step writes into gathered weights is kept. FSDP2 itself, optimizers and checkpoints work
 on the DTensors in local mode.
 
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
+from nnx_core.agree.watch import checksum
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder
-from nnx_core.watch import checksum
-from nnx_core.whole import (
+from nnx_core.view.whole import (
     Wholes,
     attributes_of,
     guard,

@@ -25,11 +25,11 @@ from nnx_core import random_state
 from nnx_core._torch_compat import NO_BACKWARD, current_backward, foreach_copy_
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError
-from nnx_core.gradients import Gradient
-from nnx_core.hidden_state import HiddenStates
+from nnx_core.optimizers.gradients import Gradient
+from nnx_core.optimizers.whole_matrix import OwnerRanks
 from nnx_core.used import CollectiveOrder
-from nnx_core.whole import local_mode
-from nnx_core.whole_matrix import OwnerRanks
+from nnx_core.view.hidden_state import HiddenStates
+from nnx_core.view.whole import local_mode
 from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.ir.placement import Placement
 from nnx_nnscaler.options import NnScalerOptions
@@ -729,7 +729,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
 
 
 class _PartsOfState:
-    """How an optimizer's state looks whole to user code; `nnx_core.hidden_state.StateParts`."""
+    """How an optimizer's state looks whole to user code; `nnx_core.view.hidden_state.StateParts`."""
 
     def __init__(
         self, parameters_with: Callable[[Tensor], Parameters | None], owner_ranks: OwnerRanks

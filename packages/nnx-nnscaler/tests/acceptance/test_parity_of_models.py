@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jobs.nnscaler_models import MODELS
-from nnx_core.hardware import Link, profile
+from nnx_core.machine.hardware import Link, profile
 from nnx_nnscaler.plan.cost import CostModel
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.self_check import compare, precise

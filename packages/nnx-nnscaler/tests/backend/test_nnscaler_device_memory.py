@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from jobs.nnscaler_codegen_models import Mixture
 from nnx_core.backend import Call, ParallelContext
-from nnx_core.hardware import profile
+from nnx_core.machine.hardware import profile
 from nnx_nnscaler import compilation
 from nnx_nnscaler.backend import NnScalerBackend
 from nnx_nnscaler.options import NnScalerOptions

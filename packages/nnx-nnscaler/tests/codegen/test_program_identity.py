@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nnx_core.hardware import Hardware, profile
+from nnx_core.machine.hardware import Hardware, profile
 from nnx_nnscaler import compilation
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.options import NnScalerOptions

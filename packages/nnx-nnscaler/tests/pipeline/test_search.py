@@ -17,7 +17,7 @@ from jobs.nnscaler_codegen_models import GPT
 from jobs.nnscaler_pipeline_jobs import Deep, logged, planned_losses_with, rows
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import PlanError
-from nnx_core.hardware import Link, profile
+from nnx_core.machine.hardware import Link, profile
 from nnx_nnscaler.ir.graph import Graph
 from nnx_nnscaler.ir.program_plan import ProgramPlan
 from nnx_nnscaler.pipeline.program import in_a_row, source_of

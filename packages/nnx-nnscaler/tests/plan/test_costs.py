@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
-from nnx_core.hardware import profile
+from nnx_core.machine.hardware import profile
 from nnx_nnscaler.ir.graph import Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.ir.placement import P, R, S, Strategy, Use
 from nnx_nnscaler.plan.cost import NOTHING, CostModel, Local, Prices, Stored, extra_work, saved_by, work_of

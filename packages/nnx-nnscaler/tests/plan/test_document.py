@@ -10,7 +10,7 @@ import pytest
 
 from jobs.nnscaler_plan_graphs import mlp, stack, strategies_of
 from nnx_core.errors import PlanError
-from nnx_core.hardware import profile
+from nnx_core.machine.hardware import profile
 from nnx_nnscaler.ir.graph import Graph
 from nnx_nnscaler.plan.cost import CostModel
 from nnx_nnscaler.plan.evaluation import Flow, evaluate

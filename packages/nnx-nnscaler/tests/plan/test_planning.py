@@ -16,7 +16,7 @@ from torch import nn
 
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, stack_plan_text, strategies_of
 from nnx_core.errors import PlanError
-from nnx_core.hardware import profile
+from nnx_core.machine.hardware import profile
 from nnx_nnscaler.ir.graph import Graph, Op, Ref, Size, TensorMeta
 from nnx_nnscaler.ir.placement import R, S, Strategy, Use, conversion, uses_of
 from nnx_nnscaler.ir.program_plan import ProgramPlan

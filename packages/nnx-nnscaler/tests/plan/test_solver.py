@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
-from nnx_core.hardware import Hardware, Link, profile
+from nnx_core.machine.hardware import Hardware, Link, profile
 from nnx_nnscaler.ir.graph import Graph
 from nnx_nnscaler.plan.cost import CostModel, Prices
 from nnx_nnscaler.plan.evaluation import Assignment, evaluate, peak_memory

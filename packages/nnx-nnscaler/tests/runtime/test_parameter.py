@@ -14,7 +14,7 @@ from torch import nn
 
 from nnx_base.box import find_fault
 from nnx_core.errors import UnsupportedError
-from nnx_core.whole import can_be_guarded, guarded_mode, local_mode, part_of
+from nnx_core.view.whole import can_be_guarded, guarded_mode, local_mode, part_of
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.ir.placement import R, S
 from nnx_nnscaler.runtime.part import ParameterLayout, rows_of

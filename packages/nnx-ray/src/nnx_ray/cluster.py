@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from nnx_core.errors import LaunchError, follows_lost_rank
-from nnx_core.launcher import Work, last_committed, variables
+from nnx_core.launch.launcher import Work, last_committed, variables
 from nnx_ray.options import RayOptions
 
 __all__ = ["Crew", "Ended", "Journal", "Resources", "connect", "wait_for_nodes"]
@@ -373,7 +373,7 @@ class Worker:
             pickled: The work.
             variables: Environment variables; they are set before anything is unpickled.
             folder: The working directory, if there is such a directory here.
-            tell: See `nnx_core.launcher.Work`.
+            tell: See `nnx_core.launch.launcher.Work`.
             resume_from: The checkpoint to resume.
         """
         _settle(variables, folder)
@@ -405,7 +405,7 @@ class Journal:
         self._entries: list[tuple[int, str, str]] = []
 
     def tell(self, rank: int, kind: str, text: str) -> None:
-        """Take an entry; see `nnx_core.launcher.Work`."""
+        """Take an entry; see `nnx_core.launch.launcher.Work`."""
         self._entries.append((rank, kind, text))
 
     def read(self) -> list[tuple[int, str, str]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nnx_core.errors import OptionError
-from nnx_core.launcher import LauncherOptions
+from nnx_core.launch.launcher import LauncherOptions
 from nnx_core.options import option
 
 __all__ = ["RayOptions"]

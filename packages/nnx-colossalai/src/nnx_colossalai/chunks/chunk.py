@@ -25,9 +25,9 @@ from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core._torch_compat import tree_map_only
 from nnx_core.backend import ParallelContext
-from nnx_core.hidden_state import StateParts
 from nnx_core.options import GatherAtEnd
-from nnx_core.whole import Sees, guarded_class, what_it_sees
+from nnx_core.view.hidden_state import StateParts
+from nnx_core.view.whole import Sees, guarded_class, what_it_sees
 
 __all__ = [
     "Chunk",
@@ -163,7 +163,7 @@ class ChunkEngine(ABC):
         """How optimizers' state is shown whole to user code; None if this rank has all of it.
 
         Args:
-            refusal: As of `nnx_core.hidden_state.StateParts`.
+            refusal: As of `nnx_core.view.hidden_state.StateParts`.
         """
         return None
 

@@ -40,7 +40,7 @@ from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core._torch_compat import when_backward_ends
 from nnx_core.backend import ParallelContext
-from nnx_core.modules import materialize
+from nnx_core.view.modules import materialize
 
 __all__ = ["LocalEngine"]
 

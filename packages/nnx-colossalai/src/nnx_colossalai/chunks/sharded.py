@@ -39,8 +39,8 @@ from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core._torch_compat import when_backward_ends
 from nnx_core.backend import ParallelContext
-from nnx_core.hidden_state import StateParts
-from nnx_core.whole import is_guarded, show_plain, show_whole
+from nnx_core.view.hidden_state import StateParts
+from nnx_core.view.whole import is_guarded, show_plain, show_whole
 from nnx_fsdp._torch_compat import can_be_sharded
 from nnx_fsdp.backend import FSDPBackend
 from nnx_fsdp.options import FSDPOptions

@@ -27,8 +27,8 @@ from nnx_colossalai._torch_compat import (
 from nnx_colossalai.chunks.units import FoundUnit, padded_numel
 from nnx_colossalai.plan.spec import Group, ModelSpec
 from nnx_core.errors import OptionError, UnsupportedError
-from nnx_core.python_state import PythonState
 from nnx_core.random_state import forked
+from nnx_core.view.python_state import PythonState
 from nnx_fsdp.units import DEFAULT_MIN_NUM_PARAMS, choose_units
 
 _ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}

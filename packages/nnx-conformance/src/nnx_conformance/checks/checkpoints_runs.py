@@ -20,7 +20,7 @@ from nnx_conformance.subject import Subject
 from nnx_conformance.task import GLOBAL_BATCH, Plain, Task, dataset, share_of
 from nnx_conformance.training import make_trainer, outcome_of
 from nnx_core.backend import Backend
-from nnx_core.registry import StrategyRegistry
+from nnx_core.names.registry import StrategyRegistry
 
 # --- the exact state at one moment ----------------------------------------------------------------
 # The exact training state of a run at one moment, complete and by name, whatever engine holds it.

@@ -24,8 +24,8 @@ from nnx_conformance.check import TOLERANCE, Bench, CheckFailed, check, expect, 
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task, process_rank_and_size
 from nnx_conformance.training import make_trainer, outcome_of, world_size
-from nnx_core.registry import StrategyRegistry
-from nnx_core.spec import import_reference
+from nnx_core.names.registry import StrategyRegistry
+from nnx_core.names.spec import import_reference
 
 # --- jobs -----------------------------------------------------------------------------------------
 # What the ranks do to see how a strategy fails: runs that must end with an error, and how they ended.

@@ -36,8 +36,8 @@ from nnx_conformance.check import (
 from nnx_conformance.subject import Kind, Subject
 from nnx_conformance.task import GLOBAL_BATCH, Plain, Task, process_rank_and_size
 from nnx_conformance.training import OF_LAUNCHERS, Loop, Seen, fit, interrupted, train
-from nnx_core.registry import StrategyRegistry
-from nnx_core.spec import StrategySpec, import_reference
+from nnx_core.names.registry import StrategyRegistry
+from nnx_core.names.spec import StrategySpec, import_reference
 
 # --- scripts --------------------------------------------------------------------------------------
 # Starts `scripts/train.py` in the ways in which users start theirs, and reads what the processes report.

@@ -43,8 +43,8 @@ def ask_for_conformance() -> None:
 
 def complete_strategy(incomplete: str) -> list[str]:
     """The names of strategies that begin so, for the shell."""
-    from nnx_core.catalog import known
-    from nnx_core.registry import StrategyRegistry
+    from nnx_core.names.catalog import known
+    from nnx_core.names.registry import StrategyRegistry
 
     return sorted(name for name in {*StrategyRegistry, *known()} if name.startswith(incomplete))
 
@@ -57,7 +57,7 @@ def list_strategies(
 ) -> None:
     """List the strategies that can be used by name."""
     from nnx_core.cli.strategies import run_list
-    from nnx_core.plugin_processes import looking_from_outside
+    from nnx_core.names.plugin_processes import looking_from_outside
 
     with looking_from_outside():
         raise typer.Exit(run_list(everything=everything, as_json=as_json))
@@ -69,7 +69,7 @@ def show_strategy(
 ) -> None:
     """Describe one strategy: when to use it, what it can do, its options."""
     from nnx_core.cli.strategies import run_show
-    from nnx_core.plugin_processes import looking_from_outside
+    from nnx_core.names.plugin_processes import looking_from_outside
 
     with looking_from_outside():
         raise typer.Exit(run_show(name, as_json=as_json))
@@ -81,7 +81,7 @@ def search_strategies(
 ) -> None:
     """Find the strategy, or the page of the documentation, that fits a few words."""
     from nnx_core.cli.search import run_search
-    from nnx_core.plugin_processes import looking_from_outside
+    from nnx_core.names.plugin_processes import looking_from_outside
 
     with looking_from_outside():
         raise typer.Exit(run_search(words, as_json=as_json))
@@ -96,7 +96,7 @@ def check_installation(
     """Check versions and plugins, and say how to mend what is broken."""
     try:
         from nnx_core.cli.doctor import run
-        from nnx_core.plugin_processes import looking_from_outside
+        from nnx_core.names.plugin_processes import looking_from_outside
     except ModuleNotFoundError as error:
         raise NnxError(
             f"nnx-core is installed in part: it needs {error.name}, which is missing.",
@@ -164,7 +164,7 @@ def start_script(
 ) -> None:
     """Start a script in every process of a run, on one node or several."""
     from nnx_checkpoint.cli.output import print_text
-    from nnx_core.launcher import make_launcher
+    from nnx_core.launch.launcher import make_launcher
 
     if not command:
         raise OptionError("no script is given.", remedy=f"Write `nnx run --on {on} -- train.py`.")

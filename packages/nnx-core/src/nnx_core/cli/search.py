@@ -16,9 +16,9 @@ from typing import Any, Literal
 from typing_extensions import TypedDict
 
 from nnx_checkpoint.cli.output import print_json, print_line, print_note
-from nnx_core.catalog import known
 from nnx_core.cli.strategies import entries, note_problems
-from nnx_core.spec import LIGHTNING_NAMES, Capabilities
+from nnx_core.names.catalog import known
+from nnx_core.names.spec import LIGHTNING_NAMES, Capabilities
 
 __all__ = ["run_search"]
 

@@ -21,12 +21,12 @@ from nnx_checkpoint.cli.output import (
     print_pairs,
     print_text,
 )
-from nnx_core.catalog import CatalogEntry, Tier, historical, known
 from nnx_core.errors import PluginError
+from nnx_core.names.catalog import CatalogEntry, Tier, historical, known
+from nnx_core.names.plugins import Problem, inventory
+from nnx_core.names.registry import StrategyRegistry
+from nnx_core.names.spec import LIGHTNING_NAMES, Capabilities, StrategySpec, import_reference, name_remarks
 from nnx_core.options import CommonOptions
-from nnx_core.plugins import Problem, inventory
-from nnx_core.registry import StrategyRegistry
-from nnx_core.spec import LIGHTNING_NAMES, Capabilities, StrategySpec, import_reference, name_remarks
 
 __all__ = [
     "entries",

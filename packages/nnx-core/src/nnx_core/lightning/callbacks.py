@@ -20,14 +20,14 @@ from nnx_base.ranks import control_group, gather_object
 from nnx_checkpoint.format.inflight import current, settle_quietly
 from nnx_checkpoint.reading.naming import RANKS
 from nnx_checkpoint.writing.writer import poll
+from nnx_core.agree.watch import Watch
 from nnx_core.backend import Backend, NoOptions, Sample
 from nnx_core.errors import OptionError
-from nnx_core.gradients import Gradient, gradients_of
 from nnx_core.lightning.checkpoint import CheckpointIO, exists, innermost_checkpoint_io
 from nnx_core.lightning.exact_resume import ExactResume
 from nnx_core.lightning.namespaces import trainer_tree
 from nnx_core.lightning.processes import ParallelProcesses
-from nnx_core.watch import Watch
+from nnx_core.optimizers.gradients import Gradient, gradients_of
 
 __all__ = ["callbacks", "compare_ranks"]
 
@@ -169,8 +169,8 @@ def _callbacks(root: str) -> list[Any]:
 
 
 # --- comparing the ranks --------------------------------------------------------------------------
-# nnx's strategies have the option ``check_every`` for it and call `nnx_core.watch.Watch` themselves: there
-# the callback sets how often. Under Lightning's own, whose modules hold plain tensors or DTensors, it
+# nnx's strategies have the option ``check_every`` for it and call `nnx_core.agree.watch.Watch` themselves:
+# there the callback sets how often. Under Lightning's own, whose modules hold plain tensors or DTensors, it
 # compares.
 
 

@@ -43,8 +43,8 @@ from nnx_core.lightning.routing import (
     unwrap_optimizer,
 )
 from nnx_core.lightning.sample import example_inputs
-from nnx_core.modules import refuse_layers
 from nnx_core.random_state import RandomState
+from nnx_core.view.modules import refuse_layers
 
 # --- the adapter ----------------------------------------------------------------------------------
 

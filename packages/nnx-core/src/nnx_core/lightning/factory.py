@@ -11,11 +11,11 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from nnx_core.errors import OptionError
-from nnx_core.launcher import Launcher, make_launcher
+from nnx_core.launch.launcher import Launcher, make_launcher
 from nnx_core.lightning.namespaces import NAMESPACES, Namespace, get_namespace
 from nnx_core.lightning.registration import build, explain_missing
-from nnx_core.plugins import inventory
-from nnx_core.registry import StrategyRegistry
+from nnx_core.names.plugins import inventory
+from nnx_core.names.registry import StrategyRegistry
 
 KnownName = Literal[
     "colossalai", "colossalai_auto", "colossalai_cpu", "colossalai_cuda", "fairscale_fsdp", "fairscale_oss",

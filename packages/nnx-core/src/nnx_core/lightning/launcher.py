@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from nnx_core.errors import LaunchError, OptionError, UnsupportedError
-from nnx_core.launcher import Job, Launcher, Work
+from nnx_core.launch.launcher import Job, Launcher, Work
 from nnx_core.lightning.compat import (
     capture_global_state,
     handle_interrupt,
@@ -28,7 +28,7 @@ from nnx_core.lightning.compat import (
     set_world_ranks,
 )
 from nnx_core.lightning.processes import ParallelProcesses
-from nnx_core.modules import allocate_again, leave_on_meta
+from nnx_core.view.modules import allocate_again, leave_on_meta
 
 __all__ = ["use_launcher"]
 

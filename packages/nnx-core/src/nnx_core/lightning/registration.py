@@ -15,12 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from nnx_core.catalog import historical, known
 from nnx_core.errors import NnxError, OptionError, PluginError, StrategyNotFoundError
 from nnx_core.lightning.namespaces import NAMESPACES, Namespace, get_namespace
+from nnx_core.names.catalog import historical, known
+from nnx_core.names.registry import StrategyRegistry
+from nnx_core.names.spec import StrategySpec, import_reference
 from nnx_core.options import CommonOptions, split_options
-from nnx_core.registry import StrategyRegistry
-from nnx_core.spec import StrategySpec, import_reference
 
 if TYPE_CHECKING:
     from nnx_core.backend import Backend

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from nnx_core.agree.shares import SharedBatches
 from nnx_core.backend import Backend
 from nnx_core.errors import UnsupportedError
-from nnx_core.shares import SharedBatches
 
 _OF_PLUGINS = ("backward", "clip_grad_by_norm", "clip_grad_by_value")
 """The methods of a precision plugin that are replaced on the object."""

@@ -26,8 +26,8 @@ from nnx_checkpoint.format.inflight import settle_quietly, take_error
 from nnx_checkpoint.reading.state import OptimizerState, parameter_names, repoint_optimizer
 from nnx_checkpoint.writing.writer import poll
 from nnx_core._torch_compat import complete_optimizer
+from nnx_core.agree.direct_calls import stop_warning
 from nnx_core.backend import Backend
-from nnx_core.direct_calls import stop_warning
 from nnx_core.errors import CheckpointError, NnxError, UnsupportedError, is_lost_connection
 from nnx_core.lightning.averaging import Averages
 from nnx_core.lightning.beginning import size_of_batch
@@ -58,7 +58,8 @@ from nnx_core.lightning.routing import (
     unwrap_optimizer,
 )
 from nnx_core.lightning.sample import TrainerSample
-from nnx_core.modules import (
+from nnx_core.used import LAST_BATCH, CollectiveOrder, end_run, report_failure
+from nnx_core.view.modules import (
     allocate_again,
     is_left,
     leave_on_meta,
@@ -67,8 +68,7 @@ from nnx_core.modules import (
     refuse_exchanged,
     refuse_layers,
 )
-from nnx_core.used import LAST_BATCH, CollectiveOrder, end_run, report_failure
-from nnx_core.whole import as_stored
+from nnx_core.view.whole import as_stored
 
 __all__ = ["TrainerAdapter"]
 

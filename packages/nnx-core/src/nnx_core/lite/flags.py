@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from nnx_core.catalog import historical
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.lightning.checkpoint import CheckpointIO
 from nnx_core.lightning.namespaces import (
@@ -23,7 +22,8 @@ from nnx_core.lightning.namespaces import (
 )
 from nnx_core.lightning.processes import ParallelProcesses
 from nnx_core.lightning.registration import build, explain_missing
-from nnx_core.registry import StrategyRegistry
+from nnx_core.names.catalog import historical
+from nnx_core.names.registry import StrategyRegistry
 
 __all__ = ["fabric_arguments"]
 

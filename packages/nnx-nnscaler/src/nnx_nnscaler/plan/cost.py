@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from nnx_core.hardware import Collective, Hardware, profile
+from nnx_core.machine.hardware import Collective, Hardware, profile
 from nnx_nnscaler.ir.graph import Graph, Op, TensorMeta
 from nnx_nnscaler.ir.placement import P, Placement, R, Strategy, Use, conversion
 from nnx_nnscaler.plan.recompute import recomputed_owner

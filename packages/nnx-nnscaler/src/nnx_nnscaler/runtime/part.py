@@ -3,7 +3,7 @@
 It owns gathering, keeping and writing back the whole of a parameter or a gradient, and how gradients are
 shown: `parameter.grad` is a stand-in that answers as the whole gradient would, and gathers it only when a
 value is asked for; in local mode it is the gradient of the local part. Who gets to see the whole is
-`nnx_core.whole`'s business, where parts are stored `storage`'s, ZeRO's rows `zero`'s.
+`nnx_core.view.whole`'s business, where parts are stored `storage`'s, ZeRO's rows `zero`'s.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing_extensions import override
 
 from nnx_base.box import Box
 from nnx_base.shard import Shard
-from nnx_core import whole as guards
 from nnx_core._torch_compat import NO_BACKWARD, current_backward
+from nnx_core.agree.watch import refuse_unequal_gradient
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder
-from nnx_core.watch import refuse_unequal_gradient
-from nnx_core.whole import Guard, Seen, Source, guarded_mode, local_mode
+from nnx_core.view import whole as guards
+from nnx_core.view.whole import Guard, Seen, Source, guarded_mode, local_mode
 from nnx_nnscaler.ir.placement import Placement, R
 from nnx_nnscaler.runtime.functions import Conversions
 

@@ -28,7 +28,7 @@ from nnx_base.ranks import wait_for_collective
 from nnx_core._torch_compat import foreach_copy_, foreach_mul_, users_of_storage, when_backward_ends
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import asked_anywhere
-from nnx_core.whole import local_mode
+from nnx_core.view.whole import local_mode
 from nnx_nnscaler._torch_compat import unflatten_dense_tensors
 from nnx_nnscaler.axes import Axes
 

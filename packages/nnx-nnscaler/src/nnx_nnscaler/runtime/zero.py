@@ -21,7 +21,7 @@ from nnx_base.ranks import wait_for_collective
 from nnx_core._torch_compat import all_gather_into, reduce_scatter_into
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder
-from nnx_core.whole import guarded_mode, local_mode
+from nnx_core.view.whole import guarded_mode, local_mode
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.runtime.part import ParameterLayout
 from nnx_nnscaler.runtime.reducer import DENSE, Bucket, assign_buckets

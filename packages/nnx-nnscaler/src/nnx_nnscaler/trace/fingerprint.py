@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor, nn
 
 from nnx_core._torch_compat import pytree
-from nnx_core.python_state import is_users_own, names_in, origin_of
+from nnx_core.view.python_state import is_users_own, names_in, origin_of
 from nnx_nnscaler.trace.structure import is_constant
 
 # --- fingerprints ---------------------------------------------------------------------------------

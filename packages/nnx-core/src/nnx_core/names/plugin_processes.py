@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from nnx_core.json_files import cache_directory, read_json, write_json
-from nnx_core.plugins import GROUP, Inventory, Plugin, RefusedError, Visited, _State, load, new_manager
-from nnx_core.spec import Capabilities, StrategySpec
+from nnx_core.names.plugins import GROUP, Inventory, Plugin, RefusedError, Visited, _State, load, new_manager
+from nnx_core.names.spec import Capabilities, StrategySpec
 
 _START_SECONDS = 60.0
 _SECONDS = 5.0
@@ -34,13 +34,13 @@ _AT_ONCE = 4
 # The path comes first: with `-c` alone, modules of the working directory would hide others.
 _CHILD = (
     "import sys; sys.path[:] = sys.argv[5:]; "
-    "from nnx_core.plugin_processes import answer; answer(*sys.argv[1:5])"
+    "from nnx_core.names.plugin_processes import answer; answer(*sys.argv[1:5])"
 )
 
 
 @contextmanager
 def looking_from_outside() -> Iterator[None]:
-    """Let `nnx_core.plugins.inventory` leave the plugins to other processes meanwhile.
+    """Let `nnx_core.names.plugins.inventory` leave the plugins to other processes meanwhile.
 
     It has the names then and what is declared of them, and cannot call another hook.
     """

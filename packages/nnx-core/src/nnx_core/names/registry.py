@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from nnx_core.catalog import CatalogEntry, historical, known
 from nnx_core.errors import NnxError, PluginError, StrategyNotFoundError, StrategyNotInstalledError
-from nnx_core.plugins import Plugin, inventory, refresh
-from nnx_core.spec import LIGHTNING_NAMES, Capabilities, StrategySpec
+from nnx_core.names.catalog import CatalogEntry, historical, known
+from nnx_core.names.plugins import Plugin, inventory, refresh
+from nnx_core.names.spec import LIGHTNING_NAMES, Capabilities, StrategySpec
 
 __all__ = ["Registry", "StrategyRegistry"]
 

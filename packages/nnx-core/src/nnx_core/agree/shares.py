@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from nnx_base._torch_compat import default_group
 from nnx_base.ranks import all_gather_object, control_group, is_distributed
+from nnx_core.agree.watch import checksum
 from nnx_core.errors import DisagreementError, UnsupportedError
-from nnx_core.watch import checksum
 
 _FIRST = 3
 _EVERY = 100

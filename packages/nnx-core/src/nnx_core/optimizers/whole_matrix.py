@@ -1,8 +1,8 @@
 """Optimizers that need more of a parameter than a rank holds: one owner rank steps each parameter whole.
 
-Where `nnx_core.elementwise` finds that an update depends on the whole *parameter* (Muon, LAMB, Shampoo),
-every parameter that is held in parts gets an owner, balanced by work. In a step each owner receives the
-gradient and the weight of its parameters, the user's optimizer steps there on complete tensors, and every
+Where `nnx_core.optimizers.elementwise` finds that an update depends on the whole *parameter* (Muon, LAMB,
+Shampoo), every parameter that is held in parts gets an owner, balanced by work. In a step each owner receives
+the gradient and the weight of its parameters, the user's optimizer steps there on complete tensors, and every
 rank gets its part of the new weights back. Where an update depends on the *model* (SAM, LBFGS, a norm of all
 gradients), rank 0 owns all parameters, and the other ranks follow it: they evaluate the closure whenever its
 step does.
@@ -48,9 +48,9 @@ from nnx_checkpoint.reading.state import (
     parameter_names,
 )
 from nnx_core._torch_compat import run_step_hooks
-from nnx_core.elementwise import Trial, refuse_hidden_shards, try_optimizer
 from nnx_core.errors import NnxError, UnsupportedError
-from nnx_core.step_arguments import StepArguments, take_closure
+from nnx_core.optimizers.elementwise import Trial, refuse_hidden_shards, try_optimizer
+from nnx_core.optimizers.step_arguments import StepArguments, take_closure
 
 __all__ = ["OwnerRanks"]
 

@@ -1,7 +1,7 @@
 """What a plugin declares: a strategy's name, where its class lives and what it can do.
 
 Specs are data. This module needs the standard library only, so that listing strategies never
-imports torch, Lightning or an engine. It never loads a plugin (see `nnx_core.plugins`) and never builds
+imports torch, Lightning or an engine. It never loads a plugin (see `nnx_core.names.plugins`) and never builds
 a strategy (see `nnx_core.lightning`).
 """
 
@@ -208,7 +208,7 @@ class LauncherSpec:
 
     Attributes:
         name: What users write in ``nnx.strategy(..., launcher="...")`` and after ``nnx run --on``.
-        target: ``"pkg.module:Class"`` of a `nnx_core.launcher.Launcher`.
+        target: ``"pkg.module:Class"`` of a `nnx_core.launch.launcher.Launcher`.
         description: One line that says what it is.
         needs: The modules that it imports, by the names that ``pip install`` knows them under.
         api_version: The version of this API that the plugin was written for.

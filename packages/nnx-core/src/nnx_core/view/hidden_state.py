@@ -2,8 +2,8 @@
 
 A sum over the state would be one rank's, and a change might have no effect. So between steps another object
 stands in the state's place, and notices whoever touches it. What happens then is the engine's choice: either
-the tensors look whole (`nnx_core.whole`) from then on, or there is an error. Nobody pays who does not look.
-The engine has the state to itself in steps and checkpoints, and at the end it is everybody's.
+the tensors look whole (`nnx_core.view.whole`) from then on, or there is an error. Nobody pays who does not
+look. The engine has the state to itself in steps and checkpoints, and at the end it is everybody's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from nnx_base.clean_up import clean_up
 from nnx_core.errors import UnsupportedError
-from nnx_core.whole import Guard, Part, guard, show_plain, show_whole, unguard
+from nnx_core.view.whole import Guard, Part, guard, show_plain, show_whole, unguard
 
 _REMEDY = "Look at it in a checkpoint or when `fit` is over, or use strategy 'fsdp_auto'."
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from nnx_core._torch_compat import TorchDispatchMode
 from nnx_core.errors import UnsupportedError
-from nnx_core.step_arguments import with_closure
+from nnx_core.optimizers.step_arguments import with_closure
 
 __all__ = ["Dependence", "Trial", "dependence", "refuse_hidden_shards", "try_optimizer"]
 

@@ -20,17 +20,17 @@ from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 from nnx_core.errors import LaunchError, NnxError, OptionError, PluginError
+from nnx_core.names.plugins import launchers
+from nnx_core.names.spec import LauncherSpec, import_reference
 from nnx_core.options import check_options, option
-from nnx_core.plugins import launchers
-from nnx_core.spec import LauncherSpec, import_reference
 
 __all__ = ["Job", "Launcher", "LauncherOptions", "Work", "last_committed", "make_launcher", "variables"]
 
 _PACKAGES = {"ray": "nnx-ray"}
 """Which distribution brings a launcher that is not installed."""
 _OURS = (
-    LauncherSpec("slurm", "nnx_core.launcher:Slurm", description="scripts, by srun"),
-    LauncherSpec("torchrun", "nnx_core.launcher:Torchrun", description="scripts, by torchrun"),
+    LauncherSpec("slurm", "nnx_core.launch.launcher:Slurm", description="scripts, by srun"),
+    LauncherSpec("torchrun", "nnx_core.launch.launcher:Torchrun", description="scripts, by torchrun"),
 )
 
 
@@ -206,7 +206,8 @@ def make_launcher(name: str, options: Mapping[str, Any]) -> tuple[Launcher, dict
     cls = import_reference(spec.target, what=f"launcher {name!r}")
     if not (isinstance(cls, type) and issubclass(cls, Launcher)):
         raise PluginError(
-            f"launcher {name!r} is declared as {spec.target!r}, which is no nnx_core.launcher.Launcher.",
+            f"launcher {name!r} is declared as {spec.target!r}, which is no "
+            "nnx_core.launch.launcher.Launcher.",
             remedy="Upgrade or remove the plugin that declares it.",
         )
     names = {item.name for item in fields(cls.Options)}

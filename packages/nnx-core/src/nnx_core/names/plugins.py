@@ -27,9 +27,9 @@ from typing import Any, Literal, TypeVar
 
 import pluggy
 
-from nnx_core.catalog import known
 from nnx_core.errors import NnxError, PluginError
-from nnx_core.spec import API_VERSION, LIGHTNING_NAMES, CheckpointFormatSpec, LauncherSpec, StrategySpec
+from nnx_core.names.catalog import known
+from nnx_core.names.spec import API_VERSION, LIGHTNING_NAMES, CheckpointFormatSpec, LauncherSpec, StrategySpec
 
 __all__ = [
     "Inventory",
@@ -356,7 +356,7 @@ class _State:
     found: Inventory | None = None
     unfinished: Inventory | None = None
     ask: Ask | None = None
-    """What looks at plugins instead of this process, see `nnx_core.plugin_processes`."""
+    """What looks at plugins instead of this process, see `nnx_core.names.plugin_processes`."""
 
 
 def inventory() -> Inventory:

@@ -1,0 +1,1 @@
+"""What ranks must have in common, and how it is compared."""

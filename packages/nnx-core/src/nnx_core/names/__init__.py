@@ -1,0 +1,1 @@
+"""Names of strategies, launchers and formats: what plugins declare, the catalog of all, and the registry."""

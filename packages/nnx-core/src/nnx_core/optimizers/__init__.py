@@ -1,0 +1,1 @@
+"""Optimizers whose parameters are sharded: gradients, what an update reads, whole-tensor updates."""
