@@ -75,7 +75,7 @@ def mesh(arguments: argparse.Namespace) -> int:
     """Llama-3-8B for a world that is not here."""
     from nnx_core.machine.hardware import profile
     from nnx_nnscaler.plan.cost import CostModel
-    from nnx_nnscaler.plan.planning import plan_mesh
+    from nnx_nnscaler.plan.mesh import plan_mesh
     from nnx_nnscaler.trace.forward import trace_forward
 
     start, clock = time.process_time(), time.perf_counter()

@@ -36,7 +36,7 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
 
 if TYPE_CHECKING:
-    from nnx_nnscaler.plan.planning import PolicyContext
+    from nnx_nnscaler.plan.policies import PolicyContext
 
 RANKS = 2
 SEED = 0

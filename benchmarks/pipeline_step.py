@@ -284,7 +284,7 @@ class Planned:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         from nnx_core.calibration import GroupCommunicator, calibrated
-        from nnx_nnscaler.pipeline.stages import prepare
+        from nnx_nnscaler.pipeline.outline import prepare
         from nnx_nnscaler.plan.cost import CostModel
         from nnx_nnscaler.trace import trace_forward
 
@@ -339,7 +339,7 @@ def measure_bubble(arguments: argparse.Namespace) -> int:
 
 def measure_cut(arguments: argparse.Namespace) -> int:
     """The longest stage of the chosen cut, and of the best of all cuts between blocks."""
-    from nnx_nnscaler.pipeline.stages import choose_cuts
+    from nnx_nnscaler.pipeline.cuts import choose_cuts
 
     planned = Planned(arguments)
     outline, predicted = planned.prepared.outline, planned.prices.seconds

@@ -39,20 +39,9 @@ from nnx_base.box import boxes_of_range
 from nnx_base.shard import Box, Shard
 from nnx_checkpoint.format.index import Index, decode_index, encode_index
 from nnx_checkpoint.format.manifest import BLOCK, FileEntry, Manifest, encode_manifest
-from nnx_checkpoint.format.rankfile import _header, file_order
-from nnx_checkpoint.writing.plan import (
-    Description,
-    Head,
-    Mode,
-    Plan,
-    RankPlan,
-    describe,
-    make_plan,
-    pack,
-    requests,
-    select,
-    unpack,
-)
+from nnx_checkpoint.format.rankfile_header import _header, file_order
+from nnx_checkpoint.writing.description import Description, Head, describe, pack, requests, unpack
+from nnx_checkpoint.writing.plan import Mode, Plan, RankPlan, make_plan, select
 
 T = TypeVar("T")
 WIDTH = 4096

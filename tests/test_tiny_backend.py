@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from jobs import tiny_backend_jobs as jobs
-from nnx_core.names.plugins import inventory
+from nnx_core.names.discovery import inventory
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = EXAMPLES / "tiny_backend"

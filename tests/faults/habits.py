@@ -583,7 +583,7 @@ class LoadsWithoutHooks(Forgetful):
 class MixesRanks(Forgetful):
     """Stores of each entry what some rank has."""
 
-    forgotten = "nnx_core.lightning.checkpoint.split_rank_entries"
+    forgotten = "nnx_core.lightning.strategy_checkpoint.split_rank_entries"
     instead = staticmethod(lambda checkpoint: (checkpoint, {}))
 
 

@@ -21,7 +21,7 @@ import nnx_checkpoint
 from nnx_base.shard import shard_of
 from nnx_checkpoint.format import inflight
 from nnx_checkpoint.writing import writer
-from nnx_checkpoint.writing.writer import Arena
+from nnx_checkpoint.writing.copy import Arena
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_core.errors import CheckpointError
 from nnx_test_helpers import async_jobs, checkpoint_jobs

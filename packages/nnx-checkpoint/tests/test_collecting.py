@@ -16,7 +16,7 @@ import nnx_checkpoint
 from nnx_base.errors import CheckpointError
 from nnx_base.shard import shard_of
 from nnx_checkpoint.format.manifest import MANIFEST
-from nnx_checkpoint.writing.transaction import collect_garbage
+from nnx_checkpoint.writing.collecting import collect_garbage
 
 SAVES = ("20000101T000000.000000-0123abcd", "20990101T000000.000000-0123abcd")
 

@@ -20,7 +20,7 @@ from nnx_base.box import Box
 from nnx_base.errors import CheckpointError
 from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.format.codec import Encoder, decode
-from nnx_checkpoint.format.rankfile import Entry, _header
+from nnx_checkpoint.format.rankfile_header import Entry, _header
 
 PRIME = (1 << 61) - 1
 MASK = (1 << 64) - 1

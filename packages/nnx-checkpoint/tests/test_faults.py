@@ -15,8 +15,8 @@ import pytest
 import nnx_checkpoint
 from jobs import failing_disk
 from jobs.failing_disk import meddled, save, version_at
-from nnx_checkpoint.storage.files import LOCK
-from nnx_checkpoint.writing.transaction import collect_garbage
+from nnx_checkpoint.storage.lock import LOCK
+from nnx_checkpoint.writing.collecting import collect_garbage
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError
 

@@ -16,7 +16,7 @@ from nnx_base.shard import Box, shard_of
 from nnx_checkpoint.format.index import Piece, TensorEntry
 from nnx_checkpoint.format.rankfile import ranges_of
 from nnx_checkpoint.reading import reader
-from nnx_checkpoint.reading.reader import Fetcher, PlainFiles, Wanted
+from nnx_checkpoint.reading.fetching import Fetcher, PlainFiles, Wanted
 from nnx_checkpoint.storage.files import FileReader
 from nnx_core.errors import CheckpointError
 

@@ -24,7 +24,8 @@ from nnx_base.box import Box, find_fault
 from nnx_base.shard import shard_of
 from nnx_checkpoint.cli.output import printable
 from nnx_checkpoint.conversion.comparison import compare
-from nnx_checkpoint.foreign.contents import Contents, unpack
+from nnx_checkpoint.foreign.contents import Contents
+from nnx_checkpoint.foreign.extras import unpack
 from nnx_checkpoint.format.manifest import MANIFEST, _sign, digest
 from nnx_checkpoint.reading.naming import FABRIC_KEYS
 from nnx_core import load_from_checkpoint

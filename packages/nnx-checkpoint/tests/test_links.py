@@ -13,8 +13,8 @@ import torch
 import nnx_checkpoint
 from nnx_base.shard import shard_of
 from nnx_checkpoint.reading.verification import verify
-from nnx_checkpoint.storage.files import LOCK
-from nnx_checkpoint.writing.transaction import collect_garbage
+from nnx_checkpoint.storage.lock import LOCK
+from nnx_checkpoint.writing.collecting import collect_garbage
 from nnx_core.errors import CheckpointError
 
 FOREIGN_SAVE = "20200101T000000.000000-deadbeef"

@@ -21,9 +21,10 @@ from nnx_base.shard import shard_of
 from nnx_checkpoint.format.declaration import CheckpointFormatSpec
 from nnx_checkpoint.format.manifest import MANIFEST
 from nnx_checkpoint.reading import formats
-from nnx_checkpoint.reading.formats import find_format, get_format, open_checkpoint, specs, survey
+from nnx_checkpoint.reading.formats import find_format, get_format, open_checkpoint, specs
 from nnx_checkpoint.reading.reader import Checkpoint
-from nnx_checkpoint.writing.transaction import collect_garbage
+from nnx_checkpoint.reading.survey import survey
+from nnx_checkpoint.writing.collecting import collect_garbage
 
 NAMES = (
     "0.pt",

@@ -17,7 +17,7 @@ from jobs.remote_jobs import Unreachable, keys
 from nnx_base.shard import Box, shard_of
 from nnx_checkpoint.format.index import Piece, TensorEntry
 from nnx_checkpoint.format.manifest import Manifest
-from nnx_checkpoint.reading.reader import Fetcher, PlainFiles, Wanted
+from nnx_checkpoint.reading.fetching import Fetcher, PlainFiles, Wanted
 from nnx_checkpoint.storage import remote
 from nnx_checkpoint.storage.locations import LocalPlace, place_of
 from nnx_checkpoint.writing.transaction import begin

@@ -18,7 +18,8 @@ from jobs import remote_jobs
 from nnx_base.shard import shard_of
 from nnx_checkpoint.storage import remote
 from nnx_checkpoint.storage.locations import place_of
-from nnx_checkpoint.writing.transaction import begin, collect_garbage
+from nnx_checkpoint.writing.collecting import collect_garbage
+from nnx_checkpoint.writing.transaction import begin
 from nnx_core.errors import CheckpointError
 
 ODD_NAMES = ["../outside", "..", "a/../../b", "x\x1b]0;owned\x07", "20200101T000000.000000-deadbeef/../b"]

@@ -35,8 +35,9 @@ from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.format import rankfile
 from nnx_checkpoint.format.index import Index, decode_index, encode_index
 from nnx_checkpoint.format.manifest import FileEntry, Manifest, decode_manifest, encode_manifest
-from nnx_checkpoint.format.rankfile import Entry, Offsets, file_order, find_offsets
-from nnx_checkpoint.writing.plan import Description, Mode, describe, make_plan, pack, requests, select, unpack
+from nnx_checkpoint.format.rankfile_header import Entry, Offsets, file_order, find_offsets
+from nnx_checkpoint.writing.description import Description, describe, pack, requests, unpack
+from nnx_checkpoint.writing.plan import Mode, make_plan, select
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError
 from nnx_test_helpers.repository import from_repository

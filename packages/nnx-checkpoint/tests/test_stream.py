@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnx_checkpoint.storage import files
-from nnx_checkpoint.storage.files import DirectFile, StreamWriter, read_exactly
+from nnx_checkpoint.storage.files import read_exactly
+from nnx_checkpoint.storage.streams import DirectFile, StreamWriter
 from nnx_core.errors import CheckpointError
 
 

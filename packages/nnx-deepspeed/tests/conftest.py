@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from nnx_checkpoint.unpickling.torch_file import FileTensor, Inert, load_torch_file
+from nnx_checkpoint.unpickling.allowed import Inert
+from nnx_checkpoint.unpickling.torch_file import FileTensor, load_torch_file
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from nnx_core.errors import UnsupportedError
 from nnx_deepspeed import engine, partitions
 from nnx_deepspeed._deepspeed_compat import prepare_operators
 from nnx_deepspeed.config import refuse_unfit, with_fitting_buckets
-from nnx_deepspeed.engine import allows_gaps
+from nnx_deepspeed.unused import allows_gaps
 from nnx_test_helpers.engine_resume_jobs import run_and_save, tensors_of
 from nnx_test_helpers.training import Run
 

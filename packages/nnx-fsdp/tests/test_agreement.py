@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from jobs.used_jobs import Swapped, refuse, train
-from nnx_conformance.check import expect_same_run
+from nnx_conformance.comparing import expect_same_run
 from nnx_conformance.pool import WorkerPool
 from nnx_conformance.task import Block
 from nnx_fsdp.options import MixedPrecision

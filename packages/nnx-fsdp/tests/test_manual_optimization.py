@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from jobs.manual_jobs import Adversaries, Interleaved, LookingAgain, train
-from nnx_conformance.check import expect_same_run
 from nnx_conformance.checks.habits_gradients import SplitBackward
+from nnx_conformance.comparing import expect_same_run
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_fsdp.options import MixedPrecision
 

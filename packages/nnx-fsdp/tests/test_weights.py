@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nnx_conformance.check import expect_same_run
+from nnx_conformance.comparing import expect_same_run
 from nnx_conformance.pool import WorkerPool
 from nnx_test_helpers.weight_jobs import Attached, Differentiated, Surgeon, Written, refused, train
 

@@ -9,7 +9,7 @@ import pytest
 from ray import cloudpickle
 
 from nnx_core.errors import CheckpointError, RankLostError
-from nnx_ray.cluster import Worker
+from nnx_ray.actors import Worker
 
 
 def lost_in_a_save() -> None:

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from nnx_checkpoint.format.source import is_checkpoint
     from nnx_checkpoint.loop import load, save
     from nnx_checkpoint.reading.formats import CheckpointFormat, find_format, open_checkpoint
-    from nnx_checkpoint.reading.reader import Checkpoint, NativeCheckpoint, open_native
+    from nnx_checkpoint.reading.native import NativeCheckpoint, open_native
+    from nnx_checkpoint.reading.reader import Checkpoint
     from nnx_checkpoint.reading.verification import Damage, verify
-    from nnx_checkpoint.writing.transaction import collect_garbage
-    from nnx_checkpoint.writing.writer import save_async
+    from nnx_checkpoint.writing.background import save_async
+    from nnx_checkpoint.writing.collecting import collect_garbage
 
 __all__ = [
     "Checkpoint",
@@ -63,22 +64,22 @@ _HOME = {
     "EnumName": "format.codec",
     "Handle": "foreign.dcp",
     "Manifest": "format.manifest",
-    "NativeCheckpoint": "reading.reader",
+    "NativeCheckpoint": "reading.native",
     "PendingSave": "format.inflight",
     "Reader": "foreign.dcp",
     "TensorEntry": "format.index",
     "Writer": "foreign.dcp",
-    "collect_garbage": "writing.transaction",
+    "collect_garbage": "writing.collecting",
     "compare": "conversion.comparison",
     "convert": "conversion.convert",
     "find_format": "reading.formats",
     "is_checkpoint": "format.source",
     "merge": "conversion.convert",
     "open_checkpoint": "reading.formats",
-    "open_native": "reading.reader",
+    "open_native": "reading.native",
     "load": "loop",
     "save": "loop",
-    "save_async": "writing.writer",
+    "save_async": "writing.background",
     "verify": "reading.verification",
 }
 

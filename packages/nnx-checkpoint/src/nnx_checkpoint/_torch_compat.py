@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nnx_base._torch_compat import IMPORT, Private
 from nnx_base.errors import CheckpointError
-
-if TYPE_CHECKING:
-    pass
-
 
 PRIVATE_NAMES = {
     "torch._C.PyTorchFileReader": Private("reading a file of torch.save raises AttributeError"),

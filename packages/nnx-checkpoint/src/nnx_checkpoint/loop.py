@@ -24,6 +24,7 @@ from nnx_base.errors import CheckpointError
 from nnx_base.ranks import control_group, exchange, rank_and_size, together
 from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.format.codec import Encoder
+from nnx_checkpoint.reading.filling import fill_optimizer
 from nnx_checkpoint.reading.formats import open_checkpoint
 from nnx_checkpoint.reading.loading import load_model
 from nnx_checkpoint.reading.naming import (
@@ -39,7 +40,6 @@ from nnx_checkpoint.reading.state import (
     as_state_dict,
     describe_model,
     describe_optimizer,
-    fill_optimizer,
     new_state_tensor,
 )
 from nnx_checkpoint.storage import Location

@@ -17,9 +17,9 @@ import nnx_checkpoint as storage
 from jobs.remote_jobs import s3_server
 from nnx_base.shard import shard_of
 from nnx_checkpoint.cli.command import app
-from nnx_checkpoint.reading.formats import PARTIAL
+from nnx_checkpoint.reading.survey import PARTIAL
 from nnx_checkpoint.storage.locations import LocalPlace, place_of
-from nnx_checkpoint.writing.transaction import collect_garbage
+from nnx_checkpoint.writing.collecting import collect_garbage
 from nnx_core.errors import CheckpointError
 
 

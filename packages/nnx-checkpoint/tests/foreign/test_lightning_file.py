@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import nnx_checkpoint
 from jobs.rich_checkpoint import differences, save_rich
 from nnx_base.shard import shard_of
-from nnx_checkpoint.foreign.lightning_file import LightningFile, ZipLayout
+from nnx_checkpoint.foreign.lightning_file import LightningFile
+from nnx_checkpoint.foreign.torch_archive import ZipLayout
 from nnx_checkpoint.reading.naming import stored_optimizer_states
 from nnx_core.errors import CheckpointError
 

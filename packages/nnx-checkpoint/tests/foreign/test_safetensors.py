@@ -14,7 +14,7 @@ from torch import nn
 
 import nnx_checkpoint
 from jobs.rich_checkpoint import differences, rich_tensors, save_rich
-from nnx_checkpoint.foreign.safetensors import read_header
+from nnx_checkpoint.foreign.safetensors_header import read_header
 from nnx_core.errors import CheckpointError
 
 

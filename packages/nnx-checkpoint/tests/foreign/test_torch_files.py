@@ -16,7 +16,8 @@ from torch import nn
 import nnx_checkpoint
 from nnx_checkpoint._torch_compat import position_in_file
 from nnx_checkpoint.reading.naming import stored_optimizer_states
-from nnx_checkpoint.unpickling.torch_file import Inert, load_torch_file
+from nnx_checkpoint.unpickling.allowed import Inert
+from nnx_checkpoint.unpickling.torch_file import load_torch_file
 from nnx_core.errors import CheckpointError
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import nnx_checkpoint
 from nnx_base.shard import Box, Shard, shard_of
-from nnx_checkpoint.writing.transaction import collect_garbage
+from nnx_checkpoint.writing.collecting import collect_garbage
 from nnx_core.errors import CheckpointError
 
 ERRNOS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.ESTALE)

@@ -20,8 +20,9 @@ from typing_extensions import override
 
 from nnx_base.box import Box
 from nnx_base.errors import CheckpointError
-from nnx_checkpoint.foreign.contents import Contents, ForeignCheckpoint, as_step, malformed_explained
-from nnx_checkpoint.foreign.safetensors import read_header
+from nnx_checkpoint.foreign.contents import Contents, ForeignCheckpoint, malformed_explained
+from nnx_checkpoint.foreign.flat_buffers import as_step
+from nnx_checkpoint.foreign.safetensors_header import read_header
 from nnx_checkpoint.format.index import Piece
 from nnx_checkpoint.format.manifest import load_json
 from nnx_checkpoint.reading.formats import CheckpointFormat

@@ -22,15 +22,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from nnx_checkpoint.writing.pinned import pinned_empty
-from nnx_colossalai.device import (
-    Device,
-    DeviceMemoryError,
-    StorageKey,
-    Traffic,
-    check_shapes,
-    is_gone,
-    storage_key,
-)
+from nnx_colossalai.device import Device, Traffic
+from nnx_colossalai.ledger import DeviceMemoryError, StorageKey, check_shapes, is_gone, storage_key
 
 __all__ = ["CudaDevice"]
 

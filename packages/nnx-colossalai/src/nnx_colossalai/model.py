@@ -23,23 +23,19 @@ from torch.utils.checkpoint import checkpoint
 from nnx_base.ranks import all_gather_object, control_group, is_distributed, together
 from nnx_checkpoint.reading.state import repoint_optimizer
 from nnx_colossalai._torch_compat import makes_cuda_graphs
+from nnx_colossalai.budgets import resources
 from nnx_colossalai.chunks.chunk import ChunkEngine, Unit
 from nnx_colossalai.chunks.units import FoundUnit, find_units
-from nnx_colossalai.device import Device, DeviceMemoryError, HostDevice, resources
+from nnx_colossalai.device import Device, HostDevice
+from nnx_colossalai.ledger import DeviceMemoryError
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.cost import Memory
-from nnx_colossalai.plan.document import PlanDocument, draw_timeline, plan_table, size_text
-from nnx_colossalai.plan.model import (
-    Probe,
-    doubtful_units,
-    left_with_the_root,
-    model_spec,
-    optimizer_state,
-    probe,
-    widths,
-)
+from nnx_colossalai.plan.document import PlanDocument, plan_table, size_text
+from nnx_colossalai.plan.kept import Probe, probe
+from nnx_colossalai.plan.model import doubtful_units, left_with_the_root, model_spec, optimizer_state, widths
 from nnx_colossalai.plan.planner import Planned, downgrade, evaluate, plan, why_not_lower
 from nnx_colossalai.plan.spec import ModelSpec, RankResources, Rates, Tier, Wishes
+from nnx_colossalai.plan.timeline import draw_timeline
 from nnx_colossalai.stepper import Stepper
 from nnx_core.backend import ParallelContext, Sample, first_call
 from nnx_core.errors import NnxError, UnsupportedError

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from jobs.simulated_device import SimDevice
 from nnx_colossalai.backend import ColossalAIBackend
-from nnx_colossalai.device import DeviceMemoryError
+from nnx_colossalai.ledger import DeviceMemoryError
 from nnx_colossalai.loss_scale import DynamicLossScaler
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.spec import Tier

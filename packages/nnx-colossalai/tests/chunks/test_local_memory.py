@@ -20,7 +20,7 @@ from jobs.colossalai_local import (
 )
 from jobs.simulated_device import SimDevice
 from nnx_colossalai.chunks.local_chunk import segments_of
-from nnx_colossalai.device import DeviceMemoryError
+from nnx_colossalai.ledger import DeviceMemoryError
 from nnx_colossalai.plan.spec import Tier
 
 UNITS = ("layers.0", "layers.1", "layers.2", "")

@@ -15,7 +15,7 @@ from torch import Tensor
 from nnx_colossalai import cuda
 from nnx_colossalai.backend import make_device
 from nnx_colossalai.cuda import CudaDevice
-from nnx_colossalai.device import DeviceMemoryError
+from nnx_colossalai.ledger import DeviceMemoryError
 from nnx_core.backend import ParallelContext
 
 

@@ -12,7 +12,8 @@ import torch
 
 from jobs.simulated_device import SimDevice
 from nnx_colossalai.backend import make_device
-from nnx_colossalai.device import Device, DeviceMemoryError, HostDevice, Ledger, host_memory
+from nnx_colossalai.device import Device, HostDevice, host_memory
+from nnx_colossalai.ledger import DeviceMemoryError, Ledger
 from nnx_colossalai.plan.spec import format_bytes
 from nnx_core.backend import ParallelContext
 from nnx_core.errors import NnxError, UnsupportedError

@@ -14,7 +14,7 @@ import torch
 
 from jobs import simulated_device
 from jobs.simulated_device import SimDevice
-from nnx_colossalai.device import DeviceMemoryError
+from nnx_colossalai.ledger import DeviceMemoryError
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from jobs.simulated_device import SimDevice
 from nnx_colossalai.chunks.chunk import Unit
 from nnx_colossalai.chunks.sharded import ShardedEngine
 from nnx_colossalai.chunks.units import find_units
-from nnx_colossalai.device import DeviceMemoryError
+from nnx_colossalai.ledger import DeviceMemoryError
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
 

@@ -24,15 +24,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from nnx_colossalai.device import (
-    Device,
-    DeviceMemoryError,
-    Direction,
-    Ledger,
-    Traffic,
-    check_shapes,
-    host_memory,
-)
+from nnx_colossalai.device import Device, Traffic, host_memory
+from nnx_colossalai.ledger import DeviceMemoryError, Direction, Ledger, check_shapes
 
 _WAIT_LIMIT = 60.0
 """Seconds after which a wait counts as hung."""

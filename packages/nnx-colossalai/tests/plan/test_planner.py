@@ -11,7 +11,8 @@ import pytest
 
 from jobs.colossalai_recount import HUGE, layers, llama, random_resources, random_spec, recount, tiers_of
 from nnx_colossalai.plan.cost import MemoryModel
-from nnx_colossalai.plan.planner import candidates, downgrade, evaluate, plan, why_not_lower
+from nnx_colossalai.plan.planner import downgrade, evaluate, plan, why_not_lower
+from nnx_colossalai.plan.policies import candidates
 from nnx_colossalai.plan.schedule import TimeModel
 from nnx_colossalai.plan.spec import Placement, RankResources, Tier, Wishes, allowed_tiers
 from nnx_core.errors import PlanError

@@ -11,9 +11,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from nnx_colossalai.plan import document
-from nnx_colossalai.plan.document import draw_timeline
 from nnx_colossalai.plan.planner import Planned, evaluate
 from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
+from nnx_colossalai.plan.timeline import draw_timeline
 from nnx_core.errors import PlanError
 
 MIB = 2**20

@@ -15,15 +15,8 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from nnx_conformance.check import (
-    Bench,
-    CheckFailed,
-    Refused,
-    check,
-    expect,
-    expect_equal_losses,
-    expect_equal_weights,
-)
+from nnx_conformance.check import Bench, CheckFailed, Refused, check, expect
+from nnx_conformance.comparing import expect_equal_losses, expect_equal_weights
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task
 from nnx_conformance.training import fit

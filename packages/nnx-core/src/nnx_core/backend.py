@@ -428,7 +428,7 @@ class Backend(ABC, Generic[OptionsT]):
             saved: By parameter name; tensors are complete, or handles
                 (`nnx_checkpoint.reading.naming.StoredName`).
         """
-        from nnx_checkpoint.reading.state import fill_optimizer
+        from nnx_checkpoint.reading.filling import fill_optimizer
 
         fill_optimizer(self, module, optimizer, saved)
 

@@ -203,7 +203,7 @@ def test_broken_plugins_break_neither_lightning_nor_the_other_plugins(probes, ru
         assert {"probe_trainer", "fsdp_auto"} <= set(StrategyRegistry)
         assert "heavy_trainer" not in StrategyRegistry
 
-        from nnx_core.names.plugins import inventory
+        from nnx_core.names.discovery import inventory
         details = {problem.plugin: problem.detail for problem in inventory().problems}
         assert details["bb_broken"] == "SystemExit: 9."
         assert details["cc_heavy"].startswith("it imports lightning."), details

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nnx_checkpoint.cli.command import _application, main
-from nnx_core.names.plugins import inventory
+from nnx_core.names.discovery import inventory
 from nnx_test_helpers.repository import from_repository
 
 PAGE = from_repository(__file__, "docs/command-line.md")

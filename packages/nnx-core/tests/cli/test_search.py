@@ -11,7 +11,7 @@ import pytest
 
 from nnx_checkpoint.cli.command import main
 from nnx_core.cli.search import PAGES
-from nnx_core.names.plugins import refresh
+from nnx_core.names.discovery import refresh
 from nnx_test_helpers.repository import from_repository
 
 Search = Callable[..., tuple[int, str, str]]

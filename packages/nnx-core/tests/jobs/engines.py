@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx_base.shard import Box, Shard, shard_of, shard_of_range
-from nnx_checkpoint.reading.state import ModelState, OptimizerState, fill_optimizer_tensors
+from nnx_checkpoint.reading.filling import fill_optimizer_tensors
+from nnx_checkpoint.reading.state import ModelState, OptimizerState
 from nnx_core.backend import Backend, NoOptions, Sample
 from nnx_core.optimizers.gradients import Gradient
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nnx_conformance.pool import WorkerPool
-from nnx_core.lightning.trainer import EvenPrediction
+from nnx_core.lightning.prediction import EvenPrediction
 
 
 class Predictor(LightningModule):

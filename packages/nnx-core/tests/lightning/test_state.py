@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import nnx_checkpoint as storage
 from nnx_base.shard import Shard, shard_of
+from nnx_checkpoint.reading.filling import fill_model
 from nnx_checkpoint.reading.naming import (
     LazyStateDict,
     StoredName,
@@ -19,7 +20,7 @@ from nnx_checkpoint.reading.naming import (
     positional_optimizer_state,
     stored_optimizer_states,
 )
-from nnx_checkpoint.reading.state import describe_model, describe_optimizer, fill_model, repoint_optimizer
+from nnx_checkpoint.reading.state import describe_model, describe_optimizer, repoint_optimizer
 from nnx_core.backend import Backend, Sample
 from nnx_core.errors import CheckpointError
 from nnx_core.lightning.checkpoint import CheckpointIO

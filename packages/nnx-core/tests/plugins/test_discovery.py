@@ -4,7 +4,7 @@ import threading
 import pytest
 
 from nnx_core.errors import PluginError
-from nnx_core.names.plugins import checkpoint_formats, inventory, refresh
+from nnx_core.names.discovery import checkpoint_formats, inventory, refresh
 
 HOOK = "from nnx import StrategySpec, hookimpl\n@hookimpl\ndef nnx_strategies():\n    "
 FORMATS = (

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from nnx_core.names.catalog import historical, known
-from nnx_core.names.plugins import inventory
+from nnx_core.names.discovery import inventory
 from nnx_core.names.spec import LIGHTNING_NAMES
 from nnx_test_helpers.repository import from_repository
 

@@ -28,7 +28,8 @@ from nnx_base.box import cut_range
 from nnx_base.shard import Box, Shard, shard_of, shard_of_range
 from nnx_core.errors import CheckpointError
 from nnx_core.optimizers.gradients import Gradient
-from nnx_core.view.whole import Sees, local_mode, what_it_sees
+from nnx_core.view.torch_functions import Sees, what_it_sees
+from nnx_core.view.whole import local_mode
 from nnx_deepspeed._deepspeed_compat import (
     counts_by_number,
     fragment,

@@ -16,7 +16,8 @@ from typing import Any
 
 from nnx_base.box import Box
 from nnx_checkpoint import Checkpoint, CheckpointFormat, Contents
-from nnx_checkpoint.foreign.contents import malformed_explained, pieces_of_range
+from nnx_checkpoint.foreign.contents import malformed_explained
+from nnx_checkpoint.foreign.flat_buffers import pieces_of_range
 from nnx_checkpoint.format.index import Piece
 from nnx_checkpoint.unpickling.torch_file import FileTensor, load_torch_file, mentions
 from nnx_core.errors import CheckpointError

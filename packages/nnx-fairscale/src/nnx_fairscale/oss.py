@@ -14,14 +14,9 @@ from torch.optim import Optimizer
 
 from nnx_base.ranks import all_gather_object, control_group, is_distributed
 from nnx_base.shard import Shard
+from nnx_checkpoint.reading.filling import fill_optimizer_tensors, restore_groups
 from nnx_checkpoint.reading.naming import StoredName
-from nnx_checkpoint.reading.state import (
-    OptimizerState,
-    describe_optimizer,
-    fill_optimizer_tensors,
-    parameter_names,
-    restore_groups,
-)
+from nnx_checkpoint.reading.state import OptimizerState, describe_optimizer, parameter_names
 from nnx_core.agree.watch import Writes, refuse_unequal_gradient
 from nnx_core.backend import Backend, Sample
 from nnx_core.errors import UnsupportedError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -27,7 +27,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from nnx_base.clean_up import clean_up_after_error
-from nnx_base.shard import shard_of
 from nnx_checkpoint.reading.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core._torch_compat import begin_anew, forget_dtensors, states_of
 from nnx_core.backend import Backend, ParallelContext, Sample
@@ -45,7 +44,6 @@ from nnx_core.view.modules import (
     move_to,
     with_strides,
 )
-from nnx_core.view.whole import local_mode
 from nnx_fsdp._torch_compat import (
     Unit,
     before_part,
@@ -58,8 +56,8 @@ from nnx_fsdp._torch_compat import (
     units_of,
 )
 from nnx_fsdp.agreement import REMEDY, ReplicatedParameters, StepAgreement, unshardable
+from nnx_fsdp.optimizer_state import PartsOfState, StateAfterwards, shard_state
 from nnx_fsdp.options import FSDPOptions
-from nnx_fsdp.parts import ParameterPart, ShardedPart
 from nnx_fsdp.units import UnitChoice, choose_units
 from nnx_fsdp.weights import Weights
 
@@ -68,93 +66,6 @@ __all__ = [
     "mesh_of",
     "roots_of",
 ]
-
-
-# --- the state of optimizers ----------------------------------------------------------------------
-# The state of optimizers: what user code sees of it while it is sharded, and where it comes from or goes.
-
-
-class PartsOfState:
-    """How sharded state looks whole to user code; `nnx_core.view.hidden_state.StateParts`.
-
-    Args:
-        weights: The weights of every module that is laid out.
-        refusal: The same as in `StateParts`.
-    """
-
-    def __init__(
-        self, weights: Callable[[], Iterable[Weights]], refusal: Callable[[Optimizer], str | None]
-    ) -> None:
-        self._weights = weights
-        self.refusal = refusal
-
-    def part(self, value: Tensor, parameter: nn.Parameter, name: str) -> ShardedPart | None:
-        """A DTensor is a part."""
-        keeper = next((weights for weights in self._weights() if weights.knows(parameter)), None)
-        if keeper is None or not isinstance(value, DTensor):
-            return None
-        return ShardedPart(value, keeper, f"'{name}' in the optimizer's state")
-
-    def key(self, parameter: Any) -> Any:
-        """The sharded parameter, also of the gathered one and of the user's own object."""
-        part = vars(parameter).get("_part") if isinstance(parameter, Tensor) else None
-        return part.tensor if isinstance(part, ParameterPart) else parameter
-
-    def own(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
-        """The shard of a complete tensor of a sharded parameter's shape."""
-        with local_mode():
-            return _shard(value, parameter)
-
-
-class StateAfterwards:
-    """Lets an optimizer step on the plain parameters that a run has left, by hand or in another loop.
-
-    Its state stays sharded, as all of it would take twice the memory of the model on every rank. The first
-    step gathers it. Collective, as that step is.
-
-    Args:
-        optimizer: It may hold parameters that are still sharded; then nothing happens.
-        gather: Makes a complete tensor of a sharded one.
-    """
-
-    def __init__(self, optimizer: Optimizer, gather: Callable[[Any], Tensor]) -> None:
-        self._gather = gather
-        self._is_done = False  # torch does not let a hook remove itself
-        optimizer.register_step_pre_hook(self._before_step)
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_done:
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if isinstance(parameter, DTensor):
-                    return  # in another run
-                state = optimizer.state.get(parameter, {})
-                for name, value in state.items():
-                    if isinstance(value, DTensor):
-                        state[name] = self._gather(value).to(parameter.device)
-        self._is_done = True
-
-
-def shard_state(optimizer: Optimizer) -> None:
-    """Keep this rank's part of state that is complete while its parameters are sharded."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    state[name] = _shard(value, parameter)
-
-
-@torch.no_grad()
-def _shard(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """The shard of a complete tensor that is like a sharded parameter; any other tensor as it is."""
-    is_complete = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
-    if not is_complete or value.shape != parameter.shape or not value.ndim:
-        return value
-    part = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
-    shard_of(part).fill_from(value.to(parameter.device))
-    return part
 
 
 # --- the mesh -------------------------------------------------------------------------------------

@@ -19,17 +19,8 @@ from nnx_base.shard import shard_of
 from nnx_core._torch_compat import storage_users
 from nnx_core.agree.watch import checksum, digest, refuse_unequal_gradient
 from nnx_core.errors import UnsupportedError
-from nnx_core.view.whole import (
-    Guard,
-    HeldByTensor,
-    Part,
-    Seen,
-    Source,
-    guard,
-    is_elementwise_in_place,
-    local_mode,
-    unguard,
-)
+from nnx_core.view.torch_functions import is_elementwise_in_place
+from nnx_core.view.whole import Guard, HeldByTensor, Part, Seen, Source, guard, local_mode, unguard
 from nnx_fsdp._torch_compat import HeldParameter
 
 __all__ = ["ParameterPart", "ShardedPart", "gather"]

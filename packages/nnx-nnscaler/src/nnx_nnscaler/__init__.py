@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nnx_nnscaler.options import ComputeConfig, NnScalerOptions
+from nnx_nnscaler.compute_config import ComputeConfig
+from nnx_nnscaler.options import NnScalerOptions
 
 if TYPE_CHECKING:
     from nnx_nnscaler.rules.register_op import register_op

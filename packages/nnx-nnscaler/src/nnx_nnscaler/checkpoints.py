@@ -18,15 +18,8 @@ from typing_extensions import override
 
 from nnx_base.box import Box
 from nnx_base.errors import CheckpointError
-from nnx_checkpoint.foreign.contents import (
-    Contents,
-    ForeignCheckpoint,
-    add_shared_state,
-    load_rank_file,
-    malformed_explained,
-    pieces_of_range,
-    spans_of_partitions,
-)
+from nnx_checkpoint.foreign.contents import Contents, ForeignCheckpoint, load_rank_file, malformed_explained
+from nnx_checkpoint.foreign.flat_buffers import add_shared_state, pieces_of_range, spans_of_partitions
 from nnx_checkpoint.format.index import Piece
 from nnx_checkpoint.reading.formats import CheckpointFormat
 from nnx_checkpoint.unpickling.torch_file import FileTensor, mentions

@@ -23,30 +23,16 @@ from nnx_core.backend import ParallelContext, Sample, first_call
 from nnx_core.calibration import GroupCommunicator, calibrated
 from nnx_core.errors import PlanError
 from nnx_nnscaler.axes import Axes, with_pipe
-from nnx_nnscaler.compile.compiler import (
-    Compiled,
-    Compiler,
-    FixedLayout,
-    ModelCall,
-    Planner,
-    Store,
-    code_digest,
-)
+from nnx_nnscaler.compile.compiler import Compiled, Compiler, FixedLayout, ModelCall, Planner, code_digest
 from nnx_nnscaler.compile.programs import Programs
+from nnx_nnscaler.compile.store import Store
 from nnx_nnscaler.ir.graph import Graph
 from nnx_nnscaler.options import PIPELINES, V_SHAPED, NnScalerOptions
 from nnx_nnscaler.pipeline.picture import Timeline
-from nnx_nnscaler.pipeline.program import (
-    PipelineForm,
-    StepForm,
-    Steps,
-    TrainingStep,
-    goes_in_turns,
-    in_a_row,
-    layout_for,
-    source_of,
-)
-from nnx_nnscaler.pipeline.search import PipelineOptions, plan_pipeline, with_stages
+from nnx_nnscaler.pipeline.program import PipelineForm, in_a_row, source_of
+from nnx_nnscaler.pipeline.search import PipelineOptions, plan_pipeline
+from nnx_nnscaler.pipeline.training_step import StepForm, Steps, TrainingStep, goes_in_turns, layout_for
+from nnx_nnscaler.pipeline.with_stages import with_stages
 from nnx_nnscaler.plan.cost import CostModel
 from nnx_nnscaler.plan.pipeline_plan import AnyPlan, PipelinePlan
 from nnx_nnscaler.plan.planning import plan_program

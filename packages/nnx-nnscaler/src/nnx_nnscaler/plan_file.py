@@ -18,11 +18,15 @@ from nnx_core.errors import PlanError
 from nnx_core.json_files import PlanFormat, save_plan
 from nnx_nnscaler.ir.graph import Code, Graph, Make, Op, Ref, Size, TensorMeta, text_of
 from nnx_nnscaler.ir.program_plan import ProgramPlan
-from nnx_nnscaler.pipeline.stages import make_stages, prepare
-from nnx_nnscaler.plan.cost import ALIASES, CostModel, Price, Prices, base_name
-from nnx_nnscaler.plan.evaluation import Assignment, Evaluation, evaluate, price_of_value
+from nnx_nnscaler.pipeline.outline import prepare
+from nnx_nnscaler.pipeline.stages import make_stages
+from nnx_nnscaler.plan.cost import CostModel, Price, Prices
+from nnx_nnscaler.plan.evaluation import Evaluation, evaluate, price_of_value
+from nnx_nnscaler.plan.flow import Assignment
 from nnx_nnscaler.plan.pipeline_plan import AnyPlan, PipelinePlan, any_plan_from_text, any_plan_to_text
-from nnx_nnscaler.plan.planning import PolicyContext, StrategiesOf, assignment_of, rules_for
+from nnx_nnscaler.plan.planning import assignment_of, rules_for
+from nnx_nnscaler.plan.policies import PolicyContext, StrategiesOf
+from nnx_nnscaler.plan.work import ALIASES, base_name
 
 _FORMAT = PlanFormat("nnx-nnscaler", 1, "`Plan.save`")
 

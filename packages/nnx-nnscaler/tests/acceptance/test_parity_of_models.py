@@ -11,9 +11,9 @@ import torch
 
 from jobs.nnscaler_models import MODELS
 from nnx_core.machine.hardware import Link, profile
+from nnx_nnscaler.parity import compare, precise
 from nnx_nnscaler.plan.cost import CostModel
 from nnx_nnscaler.plan.planning import plan_program
-from nnx_nnscaler.self_check import compare, precise
 from nnx_nnscaler.trace import trace_forward
 
 BOUND = 1e-12

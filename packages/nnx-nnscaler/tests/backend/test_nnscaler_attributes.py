@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nnx_nnscaler.trace.fingerprint import current, read_by_forward
+from nnx_nnscaler.trace.fingerprint import current
+from nnx_nnscaler.trace.reads import read_by_forward
 
 
 class Branching(nn.Module):

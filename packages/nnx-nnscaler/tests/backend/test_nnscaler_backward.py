@@ -11,8 +11,9 @@ from torch import nn
 
 from nnx_core.backend import ParallelContext
 from nnx_nnscaler.axes import make_axes
-from nnx_nnscaler.backend import NnScalerBackend, StatisticsOverUnits
+from nnx_nnscaler.backend import NnScalerBackend
 from nnx_nnscaler.options import NnScalerOptions
+from nnx_nnscaler.shared_statistics import StatisticsOverUnits
 
 DEADLINE = 60
 

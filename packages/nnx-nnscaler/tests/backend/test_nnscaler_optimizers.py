@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nnx_nnscaler.backend import Masters
+from nnx_nnscaler.masters import Masters
 
 
 def test_masters_keep_updates_that_half_precision_rounds_away():

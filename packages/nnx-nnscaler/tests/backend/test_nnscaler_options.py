@@ -9,7 +9,7 @@ import pytest
 
 from nnx_core.errors import OptionError
 from nnx_nnscaler import ComputeConfig, NnScalerOptions
-from nnx_nnscaler.options import compute_config_from
+from nnx_nnscaler.compute_config import compute_config_from
 
 
 def test_options_are_listed_without_torch():

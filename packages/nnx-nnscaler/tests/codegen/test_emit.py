@@ -11,9 +11,9 @@ from jobs.nnscaler_codegen_models import GPT, tokens
 from nnx_nnscaler.codegen.emit import emit, load_program
 from nnx_nnscaler.codegen.writer import Names, part_of
 from nnx_nnscaler.ir.program_plan import plan_from_text, plan_to_text
+from nnx_nnscaler.parity import check_parity
 from nnx_nnscaler.plan.planning import plan_program, replicated_plan
 from nnx_nnscaler.plan.recompute import recomputed_owner
-from nnx_nnscaler.self_check import check_parity
 from nnx_nnscaler.trace import trace_forward
 
 LAYERS = 6

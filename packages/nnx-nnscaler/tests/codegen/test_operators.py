@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nnx_nnscaler.codegen.writer import CUSTOM, FUNCTIONS, INFIX, METHODS, PREFIX, OpWriter, spell
+from nnx_nnscaler.codegen.spelling import CUSTOM, FUNCTIONS, INFIX, METHODS, PREFIX, spell
+from nnx_nnscaler.codegen.writer import OpWriter
 from nnx_nnscaler.ir.graph import Code, Ref
 
 DRAWN = torch.Generator().manual_seed(3)

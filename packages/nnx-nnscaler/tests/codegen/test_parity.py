@@ -8,9 +8,9 @@ from torch import nn
 
 from jobs.nnscaler_codegen_models import GPT, ConvNet, Mixture, images, tokens
 from nnx_nnscaler.ir.placement import P, R, S, Strategy
+from nnx_nnscaler.parity import check_parity, compare
 from nnx_nnscaler.plan.planning import plan_program, replicated_plan
 from nnx_nnscaler.runtime.functions import Conversions
-from nnx_nnscaler.self_check import check_parity, compare
 from nnx_nnscaler.trace import trace_forward
 
 POLICIES = ("data", "zero", "tp", "autodist")

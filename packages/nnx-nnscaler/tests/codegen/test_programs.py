@@ -16,8 +16,9 @@ from jobs.nnscaler_codegen_models import ConvNet, images
 from nnx_core.calibration import GroupCommunicator
 from nnx_core.errors import PlanError, UnsupportedError
 from nnx_nnscaler.compile import programs as programs_module
-from nnx_nnscaler.compile.compiler import Compiler, ModelCall, ProgramForm, Store, code_digest
+from nnx_nnscaler.compile.compiler import Compiler, ModelCall, ProgramForm, code_digest
 from nnx_nnscaler.compile.programs import Programs
+from nnx_nnscaler.compile.store import Store
 from nnx_nnscaler.ir.placement import R
 from nnx_nnscaler.plan.planning import replicated_plan
 from nnx_nnscaler.runtime.functions import Runtime

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from nnx_core.errors import PlanError
-from nnx_nnscaler.compile.compiler import Entry, Store, key_of
+from nnx_nnscaler.compile.store import Entry, Store, key_of
 
 MADE_FROM = {"fingerprint": "abc", "policy": "tp"}
 KEY = key_of(MADE_FROM)

@@ -22,7 +22,7 @@ import nnx
 from jobs.nnscaler_models import Case, losses_of
 from nnx_core.errors import PlanError
 from nnx_core.view.whole import local_mode
-from nnx_nnscaler.pipeline.call import Turns
+from nnx_nnscaler.pipeline.turns import Turns
 from nnx_nnscaler.plan.pipeline_plan import pipeline_plan_from_text
 
 _QUIET: dict[str, Any] = {

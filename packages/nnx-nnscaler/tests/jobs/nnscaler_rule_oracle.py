@@ -20,7 +20,7 @@ from nnx_nnscaler.ir.placement import P, Placement, Strategy
 from nnx_nnscaler.rules.registry import rule_for
 from nnx_nnscaler.rules.rule import Rule
 from nnx_nnscaler.runtime.functions import Runtime
-from nnx_nnscaler.self_check import run_as_ranks
+from nnx_nnscaler.thread_ranks import run_as_ranks
 
 DRAWS = ("normal", "unit")
 """The kinds of made-up values: standard normal, and between 0 and 1 for what is only defined there."""

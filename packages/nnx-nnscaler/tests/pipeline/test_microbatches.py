@@ -12,7 +12,8 @@ from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.codegen.emit import emit, inputs_of, load_program
 from nnx_nnscaler.ir.graph import Graph
 from nnx_nnscaler.ir.placement import P, R, S
-from nnx_nnscaler.pipeline.microbatches import Microbatches, cut_batch, draw_masks_first
+from nnx_nnscaler.pipeline.microbatches import Microbatches, cut_batch
+from nnx_nnscaler.pipeline.random_masks import draw_masks_first
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.runtime.functions import Runtime
 from nnx_nnscaler.trace import trace_forward

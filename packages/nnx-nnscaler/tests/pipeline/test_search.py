@@ -21,7 +21,8 @@ from nnx_core.machine.hardware import Link, profile
 from nnx_nnscaler.ir.graph import Graph
 from nnx_nnscaler.ir.program_plan import ProgramPlan
 from nnx_nnscaler.pipeline.program import in_a_row, source_of
-from nnx_nnscaler.pipeline.search import PipelineOptions, plan_pipeline, with_stages
+from nnx_nnscaler.pipeline.search import PipelineOptions, plan_pipeline
+from nnx_nnscaler.pipeline.with_stages import with_stages
 from nnx_nnscaler.plan.cost import CostModel
 from nnx_nnscaler.plan.pipeline_plan import PipelinePlan
 from nnx_nnscaler.plan.planning import plan_program

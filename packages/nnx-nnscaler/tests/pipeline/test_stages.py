@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from nnx_core.errors import PlanError
 from nnx_nnscaler.pipeline.call import can_split
+from nnx_nnscaler.pipeline.cuts import choose_cuts
+from nnx_nnscaler.pipeline.memory import rooms
 from nnx_nnscaler.pipeline.microbatches import cut_batch
-from nnx_nnscaler.pipeline.search import rooms
-from nnx_nnscaler.pipeline.stages import Outline, StageCosts, choose_cuts, homes_of, make_stages
+from nnx_nnscaler.pipeline.outline import Outline, StageCosts
+from nnx_nnscaler.pipeline.stages import homes_of, make_stages
 from nnx_nnscaler.plan.cost import CostModel
 from nnx_nnscaler.plan.schedules import Arrangement
 from nnx_nnscaler.trace import trace_forward

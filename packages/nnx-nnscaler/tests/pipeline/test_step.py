@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from nnx_nnscaler.ir.graph import Graph
 from nnx_nnscaler.ir.placement import P
 from nnx_nnscaler.pipeline.microbatches import cut_batch
-from nnx_nnscaler.pipeline.program import TrainingStep
 from nnx_nnscaler.pipeline.search import loss_of
+from nnx_nnscaler.pipeline.training_step import TrainingStep
 from nnx_nnscaler.trace import TraceError, trace_forward
 
 SEEN: list[Tensor] = []

@@ -8,9 +8,12 @@ from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
 from nnx_core.machine.hardware import profile
 from nnx_nnscaler.ir.graph import Graph, Op, Ref, TensorMeta
 from nnx_nnscaler.ir.placement import P, R, S, Strategy, Use
-from nnx_nnscaler.plan.cost import NOTHING, CostModel, Local, Prices, Stored, extra_work, saved_by, work_of
-from nnx_nnscaler.plan.evaluation import peak_memory
-from nnx_nnscaler.plan.planning import PolicyContext, assignment_of, plan_program
+from nnx_nnscaler.plan.cost import CostModel, Prices, Stored
+from nnx_nnscaler.plan.extra_work import NOTHING, extra_work
+from nnx_nnscaler.plan.peak_memory import peak_memory
+from nnx_nnscaler.plan.planning import assignment_of, plan_program
+from nnx_nnscaler.plan.policies import PolicyContext
+from nnx_nnscaler.plan.work import Local, saved_by, work_of
 
 
 def prices(graph: Graph, *, size: int = 2, units: int = 1, zero: bool = False) -> Prices:

@@ -13,7 +13,8 @@ from nnx_core.errors import PlanError
 from nnx_core.machine.hardware import profile
 from nnx_nnscaler.ir.graph import Graph
 from nnx_nnscaler.plan.cost import CostModel
-from nnx_nnscaler.plan.evaluation import Flow, evaluate
+from nnx_nnscaler.plan.evaluation import evaluate
+from nnx_nnscaler.plan.flow import Flow
 from nnx_nnscaler.plan.planning import assignment_of, plan_program
 from nnx_nnscaler.plan_file import Plan, diff, explain, fingerprint
 

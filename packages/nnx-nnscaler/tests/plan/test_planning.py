@@ -20,10 +20,11 @@ from nnx_core.machine.hardware import profile
 from nnx_nnscaler.ir.graph import Graph, Op, Ref, Size, TensorMeta
 from nnx_nnscaler.ir.placement import R, S, Strategy, Use, conversion, uses_of
 from nnx_nnscaler.ir.program_plan import ProgramPlan
+from nnx_nnscaler.parity import check_parity
 from nnx_nnscaler.plan.cost import CostModel
-from nnx_nnscaler.plan.planning import plan_mesh, plan_program
+from nnx_nnscaler.plan.mesh import plan_mesh
+from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.rules.rule import replicate
-from nnx_nnscaler.self_check import check_parity
 
 BIG = mlp(4096, 64, 256)
 """Its fastest plan splits the batch and keeps the parameters whole."""

@@ -11,7 +11,8 @@ from nnx_core.errors import OptionError, PlanError, UnsupportedError
 from nnx_nnscaler.ir.graph import Graph, Size, TensorMeta
 from nnx_nnscaler.ir.placement import P, R, S
 from nnx_nnscaler.ir.program_plan import ProgramPlan
-from nnx_nnscaler.plan.planning import PolicyContext, plan_program
+from nnx_nnscaler.plan.planning import plan_program
+from nnx_nnscaler.plan.policies import PolicyContext
 
 
 def planned(graph: Graph, policy: Any, **more: Any) -> ProgramPlan:

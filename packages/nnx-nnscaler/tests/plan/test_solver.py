@@ -10,8 +10,10 @@ from jobs.nnscaler_plan_graphs import GraphMaker, mlp, stack, strategies_of
 from nnx_core.machine.hardware import Hardware, Link, profile
 from nnx_nnscaler.ir.graph import Graph
 from nnx_nnscaler.plan.cost import CostModel, Prices
-from nnx_nnscaler.plan.evaluation import Assignment, evaluate, peak_memory
-from nnx_nnscaler.plan.planning import PolicyContext
+from nnx_nnscaler.plan.evaluation import evaluate
+from nnx_nnscaler.plan.flow import Assignment
+from nnx_nnscaler.plan.peak_memory import peak_memory
+from nnx_nnscaler.plan.policies import PolicyContext
 from nnx_nnscaler.plan.solver import Program, fold
 
 FAST_LINK = Hardware(

@@ -11,7 +11,7 @@ from jobs.nnscaler_rule_oracle import check_strategy
 from nnx_core.calibration import Communicator
 from nnx_nnscaler.rules.registry import strategies_of
 from nnx_nnscaler.runtime.functions import Runtime
-from nnx_nnscaler.self_check import run_as_ranks
+from nnx_nnscaler.thread_ranks import run_as_ranks
 
 EPS = 1e-5
 

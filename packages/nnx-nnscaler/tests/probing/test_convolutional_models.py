@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from nnx_nnscaler import register_op
+from nnx_nnscaler.parity import compare
 from nnx_nnscaler.plan.planning import plan_program
 from nnx_nnscaler.rules.registry import strategies_of, unsupported_message, unsupported_operators
-from nnx_nnscaler.self_check import compare
 from nnx_nnscaler.trace import trace_forward
 
 CLASSES = 8

@@ -15,9 +15,9 @@ from jobs.nnscaler_rule_oracle import _NumberWriter, check_strategy
 from nnx_nnscaler.ir.graph import Ref, Size, TensorMeta
 from nnx_nnscaler.ir.placement import P, R, S, Strategy
 from nnx_nnscaler.rules import probe
-from nnx_nnscaler.rules.probe import Trial, runner
 from nnx_nnscaler.rules.registry import rule_for, strategies_of
 from nnx_nnscaler.rules.rule import Rule
+from nnx_nnscaler.rules.trial import Trial, runner
 
 
 @pytest.fixture(autouse=True)

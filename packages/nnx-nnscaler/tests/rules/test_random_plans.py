@@ -9,8 +9,8 @@ import torch
 
 from jobs.nnscaler_fused_models import Fused, Grouped, tokens
 from jobs.nnscaler_random_plans import random_plan
+from nnx_nnscaler.parity import compare
 from nnx_nnscaler.runtime.functions import Functions
-from nnx_nnscaler.self_check import compare
 from nnx_nnscaler.trace import trace_forward
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from nnx_core.calibration import GroupCommunicator
 from nnx_nnscaler.runtime.functions import Runtime
-from nnx_nnscaler.self_check import run_as_ranks
+from nnx_nnscaler.thread_ranks import run_as_ranks
 
 
 def _on_ranks(size, job):

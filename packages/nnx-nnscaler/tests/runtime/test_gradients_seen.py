@@ -16,7 +16,7 @@ from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.ir.placement import R, S
 from nnx_nnscaler.runtime.functions import Conversions
 from nnx_nnscaler.runtime.storage import Parameters
-from nnx_nnscaler.self_check import run_as_ranks
+from nnx_nnscaler.thread_ranks import run_as_ranks
 
 DEADLINE = 60
 X = torch.linspace(-1, 1, 18, dtype=torch.float64).view(3, 6)

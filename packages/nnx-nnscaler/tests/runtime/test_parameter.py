@@ -19,7 +19,7 @@ from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.ir.placement import R, S
 from nnx_nnscaler.runtime.part import ParameterLayout, rows_of
 from nnx_nnscaler.runtime.storage import Parameters
-from nnx_nnscaler.self_check import run_as_ranks
+from nnx_nnscaler.thread_ranks import run_as_ranks
 
 
 def axes_of(unit):

@@ -10,7 +10,7 @@ from torch import nn
 from jobs.nnscaler_trace_models import Gpt, Mlp
 from nnx_conformance.pool import WorkerPool
 from nnx_nnscaler.trace import fingerprint
-from nnx_nnscaler.trace.fingerprint import read_by_forward
+from nnx_nnscaler.trace.reads import read_by_forward
 
 SCALE = 2.0
 X = torch.zeros(3, 8)

@@ -15,7 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nnx_core.errors import LaunchError
 from nnx_core.launch.launcher import Job, Launcher, Work
-from nnx_ray.cluster import Crew, Ended, Journal, Resources, connect, wait_for_nodes
+from nnx_ray.actors import Ended, Journal
+from nnx_ray.cluster import Crew, Resources, connect, wait_for_nodes
 from nnx_ray.options import RayOptions
 
 __all__ = ["RayLauncher"]

@@ -18,7 +18,7 @@ from nnx_base.errors import CheckpointError
 from nnx_checkpoint.cli.output import human_bytes
 from nnx_checkpoint.format.manifest import load_json
 from nnx_checkpoint.format.source import Source, is_checkpoint
-from nnx_checkpoint.reading.formats import files_below
+from nnx_checkpoint.reading.survey import files_below
 from nnx_checkpoint.storage import Place
 from nnx_checkpoint.storage.locations import place_of
 

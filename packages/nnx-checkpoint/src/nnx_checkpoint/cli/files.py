@@ -26,9 +26,9 @@ from nnx_checkpoint.cli.output import (
 )
 from nnx_checkpoint.format.manifest import MANIFEST, Manifest, decode_manifest, is_save_id
 from nnx_checkpoint.format.source import Source, read_manifest
-from nnx_checkpoint.reading.formats import Found, files_below, survey
+from nnx_checkpoint.reading.survey import Found, files_below, survey
 from nnx_checkpoint.storage import Place
-from nnx_checkpoint.writing.transaction import Spared, collect_garbage
+from nnx_checkpoint.writing.collecting import Spared, collect_garbage
 
 # --- nnx ckpt ls ----------------------------------------------------------------------------------
 # ``nnx ckpt ls``: the checkpoints below a directory, and the saves that each still has.

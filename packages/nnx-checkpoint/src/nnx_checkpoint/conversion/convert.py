@@ -19,14 +19,16 @@ from typing_extensions import override
 
 from nnx_base.errors import CheckpointError
 from nnx_base.shard import Box
-from nnx_checkpoint.foreign.contents import StoredEncoder
+from nnx_checkpoint.foreign.extras import StoredEncoder
 from nnx_checkpoint.format.index import index_of
 from nnx_checkpoint.format.manifest import rank_file
-from nnx_checkpoint.format.rankfile import Entry, file_order, write_in_order
+from nnx_checkpoint.format.rankfile import write_in_order
+from nnx_checkpoint.format.rankfile_header import Entry, file_order
 from nnx_checkpoint.format.source import is_checkpoint
 from nnx_checkpoint.reading.formats import CheckpointFormat, Progress, get_format, open_checkpoint
 from nnx_checkpoint.reading.naming import Described, WeightsOnly
-from nnx_checkpoint.reading.reader import Checkpoint, open_native
+from nnx_checkpoint.reading.native import open_native
+from nnx_checkpoint.reading.reader import Checkpoint
 from nnx_checkpoint.reading.slabs import new_directory, read_in_order, refuse_existing
 from nnx_checkpoint.storage import Place
 from nnx_checkpoint.storage.locations import LocalPlace, place_of

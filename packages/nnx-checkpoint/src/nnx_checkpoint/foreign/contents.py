@@ -7,13 +7,10 @@ whoever resumes knows the parameters' order, and a guess could be wrong.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +18,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from nnx_base.box import Box, boxes_of_range, cut_range, find_fault
+from nnx_base.box import Box, find_fault
 from nnx_base.errors import CheckpointError
-from nnx_checkpoint.format.codec import Encoder, decode
 from nnx_checkpoint.format.index import Piece, TensorEntry
-from nnx_checkpoint.format.manifest import load_json
-from nnx_checkpoint.format.rankfile import DTYPES
-from nnx_checkpoint.reading.naming import Described, StoredName
-from nnx_checkpoint.reading.reader import Checkpoint, Fetcher, PlainFiles, Wanted
+from nnx_checkpoint.format.rankfile_header import DTYPES
+from nnx_checkpoint.reading.fetching import Fetcher, PlainFiles, Wanted
+from nnx_checkpoint.reading.reader import Checkpoint
 from nnx_checkpoint.unpickling.torch_file import FileTensor, load_torch_file, map_paths, map_tree
 
 
@@ -295,188 +290,6 @@ def _place(value: FileTensor | LocatedTensor | Tensor) -> tuple[Any, ...] | None
     if value.numel() == 0:
         return None
     return (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
-
-
-# --- ranges of flat buffers ----------------------------------------------------------------------- ZeRO and
-# its like keep many tensors end to end in one buffer and cut that evenly, wherever the tensors begin. What
-# one rank holds of a tensor is then a range of its elements, and a few boxes of it (`nnx_base.box`).
-# What all elements share, such as the number of steps, is stored beside them.
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Elements [start, stop) of a parameter, which one rank holds from `position` on."""
-
-    rank: int
-    position: int
-    start: int
-    stop: int
-
-
-def spans_of_partitions(offset: int, numel: int, size: int) -> list[Span]:
-    """Cut a parameter where a buffer is cut into partitions of a size (ZeRO 1 and 2).
-
-    Example:
-        >>> [(span.rank, span.position, span.start, span.stop) for span in spans_of_partitions(3, 4, 5)]
-        [(0, 3, 0, 2), (1, 0, 2, 4)]
-    """
-    spans = []
-    for rank in range(offset // max(size, 1), math.ceil((offset + numel) / max(size, 1))):
-        start, length = cut_range(offset, numel, low=rank * size, high=(rank + 1) * size)
-        if length:
-            spans.append(Span(rank, offset + start - rank * size, start, start + length))
-    return spans
-
-
-def split_evenly(position: int, numel: int, world_size: int) -> list[Span]:
-    """Cut a parameter itself into equal parts, the last ones shorter or empty (ZeRO 3).
-
-    Example:
-        >>> [(span.rank, span.position, span.start, span.stop) for span in split_evenly(10, 5, 3)]
-        [(0, 10, 0, 2), (1, 10, 2, 4), (2, 10, 4, 5)]
-    """
-    part = math.ceil(numel / world_size)
-    held = [cut_range(0, numel, low=rank * part, high=(rank + 1) * part) for rank in range(world_size)]
-    return [
-        Span(rank, position, start, start + length) for rank, (start, length) in enumerate(held) if length
-    ]
-
-
-def pieces_of_range(source: FileTensor, position: int, outer: Box, start: int, stop: int) -> list[Piece]:
-    """Say where the elements of a box lie, of which `source` holds a range.
-
-    Args:
-        source: A contiguous tensor in a file.
-        position: Index in it of the first element of the range.
-        outer: A box of the logical tensor; the range is one of its elements in row-major order.
-        start: First element of the range.
-        stop: One past its last element.
-
-    Raises:
-        CheckpointError: The tensor in the file ends before the range does.
-    """
-    if position + stop - start > source.numel or not source.is_contiguous:
-        raise CheckpointError(
-            f"a tensor of '{source.path}' has {source.numel} elements, expected at least "
-            f"{position + stop - start} without gaps.",
-            remedy="The files of this checkpoint do not belong together; restore them from a backup.",
-        )
-    pieces = []
-    at = source.start + position * source.dtype.itemsize
-    for inner in boxes_of_range(outer.size, start, stop):
-        offset = tuple(a + b for a, b in zip(outer.offset, inner.offset, strict=True))
-        nbytes = inner.numel * source.dtype.itemsize
-        pieces.append(Piece(Box(offset, inner.size), str(source.path), at, nbytes))
-        at += nbytes
-    return pieces
-
-
-def as_step(value: Any) -> Any:
-    """A number of steps as torch's optimizers keep it; other programs' count with an int."""
-    return torch.tensor(float(value)) if isinstance(value, int) else value
-
-
-def add_shared_state(contents: Contents, key: str, value: Any, values: dict[str, Any]) -> None:
-    """Add optimizer state that all elements of a parameter share, such as the number of steps.
-
-    Args:
-        contents: The contents that tensors are added to.
-        key: Their logical name.
-        value: The state.
-        values: The dict that everything else is added to.
-    """
-    name = key.rpartition(".")[2]
-    value = as_step(value) if name == "step" else value
-    if isinstance(value, TENSORS):
-        contents.add(key, value)
-    else:
-        values[name] = value
-
-
-# --- what another format has no place for ---------------------------------------------------------
-# It is kept beside that format's own contents so that nothing is lost on the way back. It is the typed JSON
-# of `nnx_checkpoint.format.codec`; tensors in it are stored under their logical names by whoever writes, and
-# are referred to by name. So a file that carries it stays readable for programs that know nothing of it, and
-# no pickle is needed.
-
-
-_VERSION = 1
-
-
-class StoredEncoder(Encoder):
-    """An `Encoder` that refers to stored tensors by the names they have."""
-
-    def encode(self, value: Any, path: tuple[str, ...] = ()) -> Any:
-        """Encode a value; see `Encoder.encode`."""
-        if isinstance(value, StoredName):
-            return {"$": "tensor", "name": value.key}
-        return super().encode(value, path)
-
-
-def pack(checkpoint: Described, objects: Mapping[str, Any], aliases: Mapping[str, str]) -> str:
-    """Encode what is left over.
-
-    Args:
-        checkpoint: The checkpoint that it comes from; the objects of its ranks are included.
-        objects: Common objects, by their key in `Checkpoint.objects`.
-        aliases: Tied names.
-
-    Raises:
-        CheckpointError: An object has no JSON form.
-    """
-    ranks = {rank: checkpoint.rank_objects(rank) for rank in range(checkpoint.world_size)}
-    body = {
-        "version": _VERSION,
-        "objects": StoredEncoder("objects").encode(dict(objects)),
-        "ranks": {
-            str(rank): StoredEncoder(f"rank.{rank}").encode(tree)
-            for rank, tree in ranks.items()
-            if tree is not None
-        },
-        "aliases": dict(aliases),
-        "world_size": checkpoint.world_size,
-        "provenance": dict(checkpoint.provenance),
-    }
-    return json.dumps(body, separators=(",", ":"), allow_nan=False)
-
-
-def unpack(text: str, contents: Contents, tensor: Callable[[str], Any], *, source: str) -> dict[str, Any]:
-    """Put back what was left over: objects, the objects of ranks, aliases.
-
-    Args:
-        text: The text that `pack` gave.
-        contents: The contents to add it to.
-        tensor: Gives what stands for the tensor of a name.
-        source: The origin of it, used in messages.
-
-    Returns:
-        World size and provenance, as `Contents.opened` takes them.
-
-    Raises:
-        CheckpointError: It is malformed or newer.
-    """
-    decoded = partial(decode, tensor=tensor, opaque=_no_opaque, source=source)
-    try:
-        body = load_json(text.encode())
-        version = body["version"]
-        if version != _VERSION:
-            raise CheckpointError(
-                f"'{source}' holds data of nnx in version {version}; this nnx reads version {_VERSION}.",
-                remedy="Upgrade with `pip install --upgrade nnx-core`.",
-            )
-        contents.objects |= dict(decoded(body["objects"]))
-        contents.rank_objects |= {int(rank): decoded(tree) for rank, tree in dict(body["ranks"]).items()}
-        contents.aliases |= {str(alias): str(name) for alias, name in dict(body["aliases"]).items()}
-        return {"world_size": int(body["world_size"]), "provenance": dict(body["provenance"])}
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"'{source}' holds malformed data of nnx: {type(error).__name__}: {error}.",
-            remedy="Restore it from a backup, or use another checkpoint.",
-        ) from error
-
-
-def _no_opaque(place: str) -> Any:
-    raise LookupError(f"the object at {place!r} is not here")
 
 
 # --- files of one rank ----------------------------------------------------------------------------

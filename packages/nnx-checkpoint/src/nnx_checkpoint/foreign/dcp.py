@@ -45,7 +45,8 @@ from nnx_checkpoint._torch_compat import WithoutData
 from nnx_checkpoint.format.codec import Encoder
 from nnx_checkpoint.format.index import index_of
 from nnx_checkpoint.format.manifest import FileEntry, rank_file
-from nnx_checkpoint.format.rankfile import Entry, write_rank_file
+from nnx_checkpoint.format.rankfile import write_rank_file
+from nnx_checkpoint.format.rankfile_header import Entry
 from nnx_checkpoint.reading.formats import open_checkpoint
 from nnx_checkpoint.reading.reader import Checkpoint
 from nnx_checkpoint.storage.locations import place_of

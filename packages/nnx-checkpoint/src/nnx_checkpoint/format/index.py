@@ -35,7 +35,7 @@ from nnx_base.box import (
 )
 from nnx_base.errors import CheckpointError
 from nnx_checkpoint.format.manifest import Manifest, load_json
-from nnx_checkpoint.format.rankfile import DTYPES, Entry, Offsets, find_offsets
+from nnx_checkpoint.format.rankfile_header import DTYPES, Entry, Offsets, find_offsets
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ from nnx_checkpoint.format.manifest import (
     digest,
     is_save_id,
 )
-from nnx_checkpoint.format.rankfile import Offsets
+from nnx_checkpoint.format.rankfile_header import Offsets
 from nnx_checkpoint.storage import Location, Place, Reader
 from nnx_checkpoint.storage.locations import place_of
 

@@ -1,7 +1,7 @@
 """Filling a module: in place where a copy will do, and through the module's own code where it loads itself.
 
 Torch loads a module by `_load_from_state_dict`, with hooks before and after it. Where these are torch's own,
-each rank reads its slices straight into place (`nnx_checkpoint.reading.state.fill_model`). Where the user
+each rank reads its slices straight into place (`nnx_checkpoint.reading.filling.fill_model`). Where the user
 wrote one, the module gets complete tensors, in the order and with the names that `nn.Module.load_state_dict`
 gives.
 """
@@ -27,8 +27,9 @@ from nnx_checkpoint._torch_compat import (
     overrides_load_state_dict,
     overrides_loading,
 )
+from nnx_checkpoint.reading.filling import OTHER_MODEL, differences, fill_model
 from nnx_checkpoint.reading.naming import LazyStateDict
-from nnx_checkpoint.reading.state import OTHER_MODEL, ModelState, differences, fill_model, is_extra_state
+from nnx_checkpoint.reading.state import ModelState, is_extra_state
 
 __all__ = ["load_model"]
 

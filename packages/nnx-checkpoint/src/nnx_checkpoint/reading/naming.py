@@ -26,7 +26,8 @@ from typing_extensions import override
 from nnx_base.errors import CheckpointError
 from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.format.index import TensorEntry
-from nnx_checkpoint.reading.reader import Checkpoint, Wanted
+from nnx_checkpoint.reading.fetching import Wanted
+from nnx_checkpoint.reading.reader import Checkpoint
 from nnx_checkpoint.unpickling.torch_file import map_tree
 
 RANKS = "nnx_ranks"

@@ -25,10 +25,12 @@ from nnx_base.box import Box
 from nnx_base.errors import CheckpointError
 from nnx_base.shard import Shard
 from nnx_checkpoint.format.index import TensorEntry
-from nnx_checkpoint.reading.formats import PARTIAL, Progress
+from nnx_checkpoint.reading.formats import Progress
 from nnx_checkpoint.reading.reader import Checkpoint
-from nnx_checkpoint.storage.files import DirectFile, StreamWriter, explained, make_directories, sync_directory
+from nnx_checkpoint.reading.survey import PARTIAL
+from nnx_checkpoint.storage.files import explained, make_directories, sync_directory
 from nnx_checkpoint.storage.locations import LocalPlace, place_of
+from nnx_checkpoint.storage.streams import DirectFile, StreamWriter
 
 __all__ = ["SLAB", "new_directory", "new_file", "read_in_order", "refuse_existing", "row_boxes", "stream_to"]
 

@@ -23,7 +23,8 @@ from nnx_base.errors import CheckpointError
 from nnx_checkpoint.format.index import INDEX, Index, Piece, TensorEntry
 from nnx_checkpoint.format.manifest import MANIFEST, DamagedManifestError, FileEntry, load_json
 from nnx_checkpoint.format.source import Source, is_replaced, read_manifest
-from nnx_checkpoint.reading.formats import Progress, files_below, open_checkpoint
+from nnx_checkpoint.reading.formats import Progress, open_checkpoint
+from nnx_checkpoint.reading.survey import files_below
 from nnx_checkpoint.storage import Location, Place, Reader
 from nnx_checkpoint.storage.locations import place_of
 

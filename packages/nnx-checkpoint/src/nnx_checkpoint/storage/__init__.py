@@ -17,7 +17,8 @@ from typing import BinaryIO, Literal, Protocol
 
 from typing_extensions import override
 
-from nnx_checkpoint.storage.files import Lock, StreamWriter
+from nnx_checkpoint.storage.lock import Lock
+from nnx_checkpoint.storage.streams import StreamWriter
 
 __all__ = ["Location", "Place", "Reader"]
 

@@ -20,10 +20,7 @@ from typing_extensions import override
 from nnx_base.errors import CheckpointError
 from nnx_checkpoint.storage import Location, Place
 from nnx_checkpoint.storage.files import (
-    DirectFile,
     FileReader,
-    Lock,
-    StreamWriter,
     close_quietly,
     explained,
     look,
@@ -35,6 +32,8 @@ from nnx_checkpoint.storage.files import (
     sync_directory,
     write_file,
 )
+from nnx_checkpoint.storage.lock import Lock
+from nnx_checkpoint.storage.streams import DirectFile, StreamWriter
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::.*)?://")
 _SQUEEZED_URL = re.compile(r"(s3|s3a|gs|gcs|az|abfs|abfss|hdfs|https?|memory):/[^/]")

@@ -22,7 +22,9 @@ from typing_extensions import override
 
 from nnx_base.errors import CheckpointError
 from nnx_checkpoint.storage import Place
-from nnx_checkpoint.storage.files import Lock, StreamWriter, truncated
+from nnx_checkpoint.storage.files import truncated
+from nnx_checkpoint.storage.lock import Lock
+from nnx_checkpoint.storage.streams import StreamWriter
 
 _PART = 16 << 20
 """Bytes of one part of an upload."""

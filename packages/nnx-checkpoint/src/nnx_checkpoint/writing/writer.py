@@ -14,47 +14,32 @@ talking to other ranks, and a thread does the rest. One such save is in flight a
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import io
 import json
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import all_reduce
 from torch.distributed.tensor import DTensor
 
 from nnx_base.errors import CheckpointError
-from nnx_base.ranks import background_group, control_group, exchange, rank_and_size, share
+from nnx_base.ranks import control_group, exchange, rank_and_size, share
 from nnx_base.shard import Box, Shard, shard_of
 from nnx_checkpoint.format import inflight
 from nnx_checkpoint.format.codec import Encoder
-from nnx_checkpoint.format.inflight import PendingSave
 from nnx_checkpoint.format.manifest import FileEntry, digest, objects_file
-from nnx_checkpoint.format.rankfile import DTYPES, write_rank_file
+from nnx_checkpoint.format.rankfile import write_rank_file
 from nnx_checkpoint.storage import Location, Place
 from nnx_checkpoint.storage.locations import place_of
-from nnx_checkpoint.writing.pinned import pinned_empty
-from nnx_checkpoint.writing.plan import (
-    Description,
-    Mode,
-    Plan,
-    RankPlan,
-    describe,
-    gather_descriptions,
-    make_plan,
-    select,
-)
+from nnx_checkpoint.writing.description import Description, describe, gather_descriptions
+from nnx_checkpoint.writing.plan import Mode, Plan, RankPlan, make_plan, select
 from nnx_checkpoint.writing.transaction import Transaction, begin
 
-__all__ = ["Files", "poll", "release", "save", "save_async", "write_objects", "writer_info"]
+__all__ = ["Files", "save", "write_objects", "writer_info"]
 
 Files = dict[str, FileEntry]
 
@@ -345,206 +330,3 @@ def _shards_of(lifted: Mapping[str, Tensor | Shard], *, keep_plain: bool = True)
             tensor = value.detach()
             shards[name] = Shard(tuple(value.shape), value.dtype, (Box.whole(value.shape),), (tensor,))
     return shards
-
-
-# --- the copy that an asynchronous save writes from -----------------------------------------------
-# All local data goes into one buffer in host memory, which is kept for the next save: fresh memory costs
-# several times as much as the copy. The copy neither communicates nor touches files.
-
-
-_ALIGNMENT = 64
-"""Bytes: a cache line, and more than any element type needs."""
-
-
-class Arena:
-    """One reused buffer, which grows when it must.
-
-    What it returns is overwritten by the next `stage`.
-
-    Example:
-        >>> from nnx_base.shard import shard_of
-        >>> weight = torch.ones(2)
-        >>> staged = Arena().stage({"w": shard_of(weight)})
-        >>> _ = weight.zero_()
-        >>> staged["w"].data
-        (tensor([1., 1.]),)
-    """
-
-    def __init__(self) -> None:
-        self._buffer: Tensor | None = None
-        self._layout: list[tuple[torch.Size, torch.dtype]] = []
-        self._places: list[Tensor] = []
-        self._is_pinned = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory that it keeps."""
-        return 0 if self._buffer is None else self._buffer.nbytes
-
-    def stage(self, shards: dict[str, Shard]) -> dict[str, Shard]:
-        """Copy all data of some shards, and describe the copies in the same way.
-
-        Data that cannot be copied, for example of the meta device, is left for the save to refuse.
-        """
-        sources = [view for shard in shards.values() for view in shard.data if _has_data(view)]
-        # In inference mode, as during validation, the buffer would be of no use outside of it.
-        with torch.inference_mode(False), torch.no_grad():
-            places = iter(self._arrange(sources))
-            staged = {
-                name: Shard(
-                    shard.shape,
-                    shard.dtype,
-                    shard.boxes,
-                    tuple(next(places) if _has_data(view) else view for view in shard.data),
-                )
-                for name, shard in shards.items()
-            }
-            for place, source in zip(self._places, sources, strict=True):
-                place.copy_(source, non_blocking=True)
-        for device in {source.device for source in sources if source.device.type != "cpu"}:
-            torch.accelerator.synchronize(device)
-        return staged
-
-    def _arrange(self, sources: list[Tensor]) -> list[Tensor]:
-        """A place in the buffer for each tensor; the same as last time if these are like the last ones."""
-        layout = [(source.shape, source.dtype) for source in sources]
-        pinned = any(source.is_cuda for source in sources)
-        if self._buffer is not None and layout == self._layout and self._is_pinned >= pinned:
-            return self._places
-        starts, size = [], 0
-        for source in sources:
-            starts.append(size)
-            nbytes = source.numel() * source.element_size()
-            size += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        buffer = self._large_enough(size, pinned)
-        self._layout = layout
-        self._places = [
-            buffer[start : start + source.numel() * source.element_size()]
-            .view(source.dtype)
-            .view(source.shape)
-            for start, source in zip(starts, sources, strict=True)
-        ]
-        return self._places
-
-    def _large_enough(self, size: int, pinned: bool) -> Tensor:
-        buffer = self._buffer
-        if buffer is None or buffer.nbytes < size or (pinned and not self._is_pinned):
-            self._places, self._buffer, buffer = [], None, None  # never two of them at once
-            buffer = pinned_empty(size, torch.uint8) if pinned else torch.empty(size, dtype=torch.uint8)
-            self._buffer, self._is_pinned = buffer, pinned
-        return buffer
-
-
-def _has_data(view: Tensor) -> bool:
-    return (
-        view.layout is torch.strided and not view.is_meta and str(view.dtype).removeprefix("torch.") in DTYPES
-    )
-
-
-# --- saving in the background ---------------------------------------------------------------------
-# Planning, hashing, writing and committing happen in the thread, over a process group of their own, because
-# two threads must not use one group.
-
-
-_arena = Arena()
-
-
-def save_async(
-    path: Location,
-    *,
-    tensors: Mapping[str, Shard],
-    objects: Mapping[str, Any],
-    rank_objects: Mapping[str, Any] | None = None,
-    aliases: Mapping[str, str] | None = None,
-    state_dict_type: Literal["sharded", "deduped"] = "deduped",
-    provenance: Mapping[str, Any] | None = None,
-    opaque: Literal["error", "pickle"] = "error",
-    keep_previous: int = 0,
-    collective: bool = True,
-) -> PendingSave:
-    """Copy what is to be saved, and write the checkpoint in the background.
-
-    Takes the arguments of `save`, in this module. All of them may be changed as soon as this returns.
-    A save that is still in flight is waited for first. The copy takes host memory as large as this
-    rank's tensors, which is kept for the next save.
-
-    Returns:
-        The save in flight: ask it with ``done()``, or ``wait()`` for it, on every rank. If nobody does,
-        the next save raises its error; Python waits for it at exit.
-
-    Raises:
-        CheckpointError: The save before this one failed, or in a single process, something cannot be
-            saved. What only some ranks cannot save is raised on every rank, by `PendingSave.wait`.
-    """
-    request = SaveRequest(
-        path=path,
-        tensors=tensors,
-        objects=objects,
-        rank_objects=rank_objects,
-        aliases=dict(aliases or {}),
-        mode=state_dict_type,
-        provenance=copy.deepcopy(dict(provenance or {})),
-        opaque=opaque,
-        keep_previous=keep_previous,
-        collective=collective,
-    )
-    group = background_group() if collective else None
-    save = Save(request, group)
-    save.follow_previous()
-    try:
-        save.capture(_arena.stage)
-    except Exception as error:
-        if group is None:
-            raise
-        save.fail(error)
-    made = save.rank == 0 and _make_directory(save.path)
-    return inflight.start(str(path), partial(_complete, save, made), collective=group is not None)
-
-
-def poll(*, collective: bool = True) -> None:
-    """Take notice of a save that has ended, between two steps of training.
-
-    Args:
-        collective: Also of one in which all ranks have a part; then every rank must call this at the
-            same point, and they take notice together.
-
-    Raises:
-        CheckpointError: The save failed; on every rank that has a part in it.
-    """
-    save = inflight.current()
-    if save is None or (save.collective and not collective):
-        return
-    if _ended_everywhere(save.done()) if save.collective else save.done():
-        inflight.settle()
-
-
-def release() -> None:
-    """Give the memory of the copy back; only while no save is in flight."""
-    global _arena  # noqa: PLW0603 - one for the process
-    _arena = Arena()
-
-
-def _ended_everywhere(here: bool) -> bool:
-    ended = torch.tensor(int(here), device="cpu")
-    all_reduce(ended, op=dist.ReduceOp.MIN, group=control_group())
-    return bool(ended)
-
-
-def _make_directory(place: Place) -> bool:
-    """Make the checkpoint's name exist from now on, for callers that choose the next name by it."""
-    path = place.location
-    with contextlib.suppress(OSError):  # the save itself will say what is wrong
-        if isinstance(path, Path) and not path.exists():
-            path.mkdir(parents=True)
-            return True
-    return False
-
-
-def _complete(save: Save, made: bool) -> None:
-    try:
-        save.complete()
-    except BaseException:
-        if made:
-            with contextlib.suppress(OSError):  # it is gone, or not empty: something is there after all
-                Path(str(save.path)).rmdir()
-        raise

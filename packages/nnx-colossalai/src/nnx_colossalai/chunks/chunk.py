@@ -27,7 +27,8 @@ from nnx_core._torch_compat import tree_map_only
 from nnx_core.backend import ParallelContext
 from nnx_core.options import GatherAtEnd
 from nnx_core.view.hidden_state import StateParts
-from nnx_core.view.whole import Sees, guarded_class, what_it_sees
+from nnx_core.view.torch_functions import Sees, what_it_sees
+from nnx_core.view.whole import guarded_class
 
 __all__ = [
     "Chunk",

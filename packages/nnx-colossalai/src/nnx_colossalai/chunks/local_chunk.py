@@ -22,7 +22,8 @@ from typing_extensions import override
 
 from nnx_colossalai._torch_compat import without_guards
 from nnx_colossalai.chunks.chunk import Chunk, guard_pending, unguard_pending
-from nnx_colossalai.device import Device, DeviceMemoryError
+from nnx_colossalai.device import Device
+from nnx_colossalai.ledger import DeviceMemoryError
 from nnx_colossalai.plan.spec import Tier
 
 # --- flat ------------------------------------------------------------------------------------------------

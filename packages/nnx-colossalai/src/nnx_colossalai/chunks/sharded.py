@@ -10,34 +10,31 @@ This module owns the engine. FSDP2's units are `nnx_fsdp.backend`'s.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from nnx_base.clean_up import clean_up, clean_up_after_error
 from nnx_base.ranks import all_gather_object, control_group, together
 from nnx_colossalai._torch_compat import (
     Gathered,
-    ShardedParameter,
     WaitingDTensor,
     gathered_together,
     is_under_way,
     recover,
 )
 from nnx_colossalai.chunks.chunk import Chunk, ChunkEngine, Unit
+from nnx_colossalai.chunks.sharded_parts import CastParameters, sharded_segments
 from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
-from nnx_core._torch_compat import when_backward_ends
 from nnx_core.backend import ParallelContext
 from nnx_core.view.hidden_state import StateParts
 from nnx_core.view.whole import is_guarded, show_plain, show_whole
@@ -302,228 +299,6 @@ class _Units(FSDPBackend):
     def free_gathered(self, root: nn.Module) -> None:
         """Keep only this rank's part of the weights, in every unit."""
         self._reshard(root)
-
-
-# --- sharded casts ---------------------------------------------------------------------------------------
-#
-# Parameters that FSDP2 cannot shard, in the working dtype while a step runs.
-#
-# Every rank holds them whole. In a step the modules have a copy in the working dtype in their place, cast
-# within autograd: gradients arrive at the masters, in the masters' dtype, by themselves.
-
-
-class CastParameters:
-    """Shows modules their plain float32 parameters in another dtype for a while.
-
-    Args:
-        modules: With parameters that are sharded, which are left alone, and such that are not.
-        dtype: Shown; None: nothing is.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> casts = CastParameters([layer], torch.bfloat16)
-        >>> casts.show()
-        >>> layer.weight.dtype
-        torch.bfloat16
-        >>> casts.hide()
-        >>> layer.weight.dtype
-        torch.float32
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
-        self._dtype = dtype
-        self._are_shown = self._is_queued = False
-        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
-        if dtype is not None:
-            self._places = [
-                (module, name, parameter)
-                for module in modules
-                for name, parameter in module._parameters.items()
-                if parameter is not None
-                and not isinstance(parameter, DTensor)
-                and parameter.dtype is torch.float32
-            ]
-        self._handles: list[RemovableHandle] = []
-        owners: list[Any] = list(dict.fromkeys(module for module, _, _ in self._places))
-        for module in owners:
-            self._handles.append(module.register_state_dict_pre_hook(lambda *_: self.hide()))
-            self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: self.hide()))
-
-    def show(self) -> None:
-        """Show the working copies, made of what the masters are now."""
-        if self._are_shown or not self._places:
-            return
-        self._are_shown = True
-        casts: dict[nn.Parameter, Tensor] = {}  # one for all modules that share a parameter
-        for module, name, parameter in self._places:
-            if parameter not in casts:
-                casts[parameter] = parameter.to(self._dtype)
-            cast(dict[str, Any], module._parameters)[name] = casts[parameter]
-
-    def hide(self) -> None:
-        """Give the modules the masters back."""
-        self._is_queued = False
-        if self._are_shown:
-            self._are_shown = False
-            for module, name, parameter in self._places:
-                module._parameters[name] = parameter
-
-    def remove(self) -> None:
-        """Never show them again."""
-        self.hide()
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._places = [], []
-
-    def when_backward_has_ended(self) -> None:
-        """Within a backward: hide them at its end."""
-        if self._are_shown and not self._is_queued:
-            self._is_queued = True
-            when_backward_ends(self.hide)
-
-
-# --- sharded parts ---------------------------------------------------------------------------------------
-#
-# The memory of one FSDP2 unit: its masters, and beside them, where they differ, what is gathered.
-#
-# A `ShardedSegment` is the parameters of one dtype. Its masters are one flat buffer, which the DTensors of
-# the module and the optimizers are views of. Gathered are the masters themselves where they lie on the
-# device, and a copy in the working dtype where they lie in host memory.
-
-
-def sharded_segments(
-    gathered: Iterable[Gathered], device: Device[Any], working_dtype: torch.dtype | None
-) -> list[ShardedSegment]:
-    """The parameters of a unit by their dtype, in FSDP2's order."""
-    by_dtype: dict[torch.dtype, list[ShardedParameter]] = defaultdict(list)
-    for group in gathered:
-        for parameter in group.parameters:
-            by_dtype[parameter.parameter.dtype].append(parameter)
-    return [
-        ShardedSegment(
-            parameters, device, working_dtype if dtype.is_floating_point and working_dtype else dtype
-        )
-        for dtype, parameters in by_dtype.items()
-    ]
-
-
-class ShardedSegment:
-    """Parameters of one dtype.
-
-    Args:
-        parameters: The parameters as FSDP2 holds them; none is laid out yet.
-        device: Memory and copies.
-        working_dtype: The dtype that forward and backward compute with.
-    """
-
-    def __init__(
-        self, parameters: list[ShardedParameter], device: Device[Any], working_dtype: torch.dtype
-    ) -> None:
-        self._parameters, self._device, self._working_dtype = parameters, device, working_dtype
-        self._world_size = cast(DTensor, parameters[0].parameter).device_mesh.size()
-        self._masters = torch.empty(0)
-        self._working: Tensor | None = None
-        self._copied_version = -1
-        self._is_laid_out = False
-        self._on_host = False
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """What the module and the optimizers hold."""
-        return [parameter.parameter for parameter in self._parameters]
-
-    @property
-    def version(self) -> int:
-        """Changes with every change of the masters, through a parameter or by its part.
-
-        What is done to a DTensor counts there only, what is done to this rank's part only in the buffer.
-        """
-        return self._masters._version + sum(parameter._version for parameter in self.parameters)
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether what is gathered is what the masters are."""
-        return self._working is None or self._copied_version == self.version
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Of this rank's part of what is gathered."""
-        gathered = self._masters if self._working is None else self._working
-        return gathered.numel() * gathered.element_size()
-
-    @property
-    def complete_bytes(self) -> int:
-        """Of all ranks' parts in the working dtype: what the device holds while they are computed with."""
-        return self._world_size * self._masters.numel() * self._working_dtype.itemsize
-
-    @torch.no_grad()
-    def place(self, tier: Tier) -> dict[nn.Parameter, nn.Parameter]:
-        """Put masters, and what is gathered, where the tier says.
-
-        Returns:
-            For each parameter that had to be replaced, what took its place.
-        """
-        replaced = {}
-        if not self._is_laid_out or tier.steps_on_host != self._on_host:
-            replaced = self._place_masters(on_host=tier.steps_on_host)
-        self._place_working(tier)
-        return replaced
-
-    def _place_masters(self, *, on_host: bool) -> dict[nn.Parameter, nn.Parameter]:
-        numel = sum(parameter.numel for parameter in self._parameters)
-        make = self._device.host_empty if on_host else self._device.empty
-        masters = make(numel, self._parameters[0].parameter.dtype)
-        pinned = self._device.torch_device.type == "cuda"
-        replaced = {}
-        offset = 0
-        for parameter in self._parameters:
-            end = offset + parameter.numel
-            before = self._masters[offset:end] if self._is_laid_out else parameter.data
-            masters[offset:end].copy_(before)
-            old, new = parameter.hold(masters[offset:end], on_host=on_host, pinned=pinned)
-            if old is not new:
-                replaced[old] = new
-            offset = end
-        self._masters, self._on_host, self._is_laid_out = masters, on_host, True
-        return replaced
-
-    def _place_working(self, tier: Tier) -> None:
-        self._working = self._new_working(tier)
-        self._copied_version = -1
-        gathered = self._masters if self._working is None else self._working
-        offset = 0
-        for parameter in self._parameters:
-            parameter.gather_from(gathered[offset : offset + parameter.numel])
-            offset += parameter.numel
-
-    def _new_working(self, tier: Tier) -> Tensor | None:
-        if tier is Tier.OFFLOADED:
-            return self._device.empty(self._masters.numel(), self._working_dtype)
-        if tier is Tier.STREAMED and self._working_dtype != self._masters.dtype:
-            return self._device.host_empty(self._masters.numel(), self._working_dtype)
-        return None
-
-    @torch.no_grad()
-    def copy(self, tier: Tier) -> Any:
-        """Make what is gathered equal to the masters.
-
-        Returns:
-            What to wait for; None: nothing.
-        """
-        if self._working is None:
-            return None
-        self._copied_version = self.version
-        if tier is Tier.OFFLOADED:
-            return self._device.copy(self._working, self._masters)
-        self._working.copy_(self._masters)
-        return None
-
-    def let_go(self) -> None:
-        """When FSDP2 is off the module: hold no memory, whoever still holds this or FSDP2's objects."""
-        self._masters, self._working = torch.empty(0), None
-        for parameter in self._parameters:
-            parameter.let_go()
-        self._parameters = []
 
 
 # --- sharded chunk ---------------------------------------------------------------------------------------

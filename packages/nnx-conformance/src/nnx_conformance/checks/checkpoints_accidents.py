@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 import nnx_checkpoint
-from nnx_conformance.check import Bench, CheckFailed, check, expect, expect_equal_weights
+from nnx_conformance.check import Bench, CheckFailed, check, expect
 from nnx_conformance.checks.checkpoints_runs import (
     TASK,
     TOLERANCE,
@@ -35,6 +35,7 @@ from nnx_conformance.checks.checkpoints_runs import (
     saved_checkpoint,
     trainer_for,
 )
+from nnx_conformance.comparing import expect_equal_weights
 from nnx_conformance.pool import free_port
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task

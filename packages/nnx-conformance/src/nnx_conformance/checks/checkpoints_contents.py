@@ -11,7 +11,7 @@ from torch import Tensor
 
 import nnx_checkpoint
 import nnx_core
-from nnx_conformance.check import Bench, abbreviated, check, expect, expect_equal_losses, expect_equal_weights
+from nnx_conformance.check import Bench, check, expect
 from nnx_conformance.checks.checkpoints_runs import (
     SAVED_AFTER,
     TASK,
@@ -27,6 +27,7 @@ from nnx_conformance.checks.checkpoints_runs import (
     saved_checkpoint,
     trainer_for,
 )
+from nnx_conformance.comparing import abbreviated, expect_equal_losses, expect_equal_weights
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Task
 from nnx_conformance.training import outcome_of

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nnx_conformance.check import Bench, check, expect, expect_equal_losses, expect_equal_weights
+from nnx_conformance.check import Bench, check, expect
 from nnx_conformance.checks.checkpoints_runs import (
     SAVED_AFTER,
     TASK,
@@ -34,6 +34,7 @@ from nnx_conformance.checks.checkpoints_runs import (
     saved_checkpoint,
     trainer_for,
 )
+from nnx_conformance.comparing import expect_equal_losses, expect_equal_weights
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import GLOBAL_BATCH, Outcome, Plain, Task, dataset, share_of
 from nnx_conformance.training import outcome_of

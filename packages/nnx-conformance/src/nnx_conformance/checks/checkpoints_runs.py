@@ -15,7 +15,8 @@ import nnx_checkpoint
 from nnx_base.ranks import all_gather_object, control_group
 from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint import NativeCheckpoint
-from nnx_conformance.check import Bench, CheckFailed, expect, expect_equal_losses, expect_equal_weights
+from nnx_conformance.check import Bench, CheckFailed, expect
+from nnx_conformance.comparing import expect_equal_losses, expect_equal_weights
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import GLOBAL_BATCH, Plain, Task, dataset, share_of
 from nnx_conformance.training import make_trainer, outcome_of

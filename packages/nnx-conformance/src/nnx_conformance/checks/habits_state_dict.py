@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from nnx_conformance.check import Bench, check, expect, expect_equal_losses, expect_equal_weights
+from nnx_conformance.check import Bench, check, expect
 from nnx_conformance.checks.checkpoints_runs import SAVED_AFTER, TASK, TOLERANCE, Resumable, path_in, run
+from nnx_conformance.comparing import expect_equal_losses, expect_equal_weights
 from nnx_conformance.habits import Habitual, chapter
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Task

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 import nnx_core
-from nnx_conformance.check import TOLERANCE, Bench, CheckFailed, check, expect, expect_equal_weights
+from nnx_conformance.check import Bench, CheckFailed, check, expect
+from nnx_conformance.comparing import TOLERANCE, expect_equal_weights
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task, process_rank_and_size
 from nnx_conformance.training import make_trainer, outcome_of, world_size

@@ -25,7 +25,8 @@ from torch import Tensor
 
 import nnx_core
 from nnx_base._torch_compat import process_groups
-from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_equal_losses, expect_same_run
+from nnx_conformance.check import Bench, check, expect
+from nnx_conformance.comparing import TOLERANCE, expect_equal_losses, expect_same_run
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task
 from nnx_conformance.training import OF_LAUNCHERS, Loop, fit, make_trainer, train, trainer_settings

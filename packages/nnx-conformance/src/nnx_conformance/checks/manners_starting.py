@@ -22,17 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nnx_conformance.check import (
-    TOLERANCE,
-    Bench,
-    CheckFailed,
-    all_checks,
-    check,
-    expect,
-    expect_equal_losses,
-    expect_equal_weights,
-    expect_same_run,
-)
+from nnx_conformance.check import Bench, CheckFailed, all_checks, check, expect
+from nnx_conformance.comparing import TOLERANCE, expect_equal_losses, expect_equal_weights, expect_same_run
 from nnx_conformance.subject import Kind, Subject
 from nnx_conformance.task import GLOBAL_BATCH, Plain, Task, process_rank_and_size
 from nnx_conformance.training import OF_LAUNCHERS, Loop, Seen, fit, interrupted, train

@@ -20,7 +20,8 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.model_summary.model_summary import summarize
 from torch import Tensor, nn
 
-from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_same_run
+from nnx_conformance.check import Bench, check, expect
+from nnx_conformance.comparing import TOLERANCE, expect_same_run
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import FEATURES, WIDTH, Block, Outcome, Plain, Task, process_rank_and_size
 from nnx_conformance.training import complete, fit, make_trainer

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_equal_weights
+from nnx_conformance.check import Bench, check, expect
+from nnx_conformance.comparing import TOLERANCE, expect_equal_weights
 from nnx_conformance.subject import REFERENCE, Subject
 from nnx_conformance.task import WIDTH, Outcome, Plain, Task, dataset
 from nnx_conformance.training import fit, make_trainer

@@ -10,8 +10,9 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
-from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_same_run
+from nnx_conformance.check import Bench, check, expect
 from nnx_conformance.checks.checkpoints_runs import TASK, expect_resumed, path_in, resume, save
+from nnx_conformance.comparing import TOLERANCE, expect_same_run
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Plain, Task, share_of
 from nnx_conformance.training import fit, make_trainer

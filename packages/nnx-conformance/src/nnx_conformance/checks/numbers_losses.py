@@ -16,15 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 from nnx_base.shard import Shard
-from nnx_conformance.check import (
-    TOLERANCE,
-    Bench,
-    check,
-    expect,
-    expect_equal_losses,
-    expect_parity,
-    expect_same_run,
-)
+from nnx_conformance.check import Bench, check, expect
+from nnx_conformance.comparing import TOLERANCE, expect_equal_losses, expect_parity, expect_same_run
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Block, Grouped, Outcome, Plain, Task, share_of
 from nnx_conformance.training import fit

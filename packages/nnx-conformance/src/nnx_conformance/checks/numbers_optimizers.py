@@ -11,7 +11,8 @@ from torch import Tensor, optim
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
-from nnx_conformance.check import Bench, check, expect_parity
+from nnx_conformance.check import Bench, check
+from nnx_conformance.comparing import expect_parity
 from nnx_conformance.task import Grouped, Plain, Task
 
 # --- optimizers -----------------------------------------------------------------------------------

@@ -17,11 +17,9 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from nnx_base.ranks import all_gather_object, control_group
-from nnx_conformance.check import (
+from nnx_conformance.check import Bench, check, expect
+from nnx_conformance.comparing import (
     TOLERANCE,
-    Bench,
-    check,
-    expect,
     expect_equal_losses,
     expect_equal_weights,
     expect_parity,

@@ -14,7 +14,8 @@ from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor
 
 from nnx_base.ranks import is_distributed
-from nnx_conformance.check import TOLERANCE, Bench, check, expect, expect_same_run, trains
+from nnx_conformance.check import Bench, check, expect
+from nnx_conformance.comparing import TOLERANCE, expect_same_run, trains
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import BLOCKS, FEATURES, GLOBAL_BATCH, WIDTH, Block, Outcome, Plain, Task
 from nnx_conformance.training import Watched, fit, make_trainer, outcome_of

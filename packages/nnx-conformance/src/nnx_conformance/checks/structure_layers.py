@@ -14,15 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.data import default_collate as collate
 
-from nnx_conformance.check import (
-    TOLERANCE,
-    Bench,
-    check,
-    expect,
-    expect_equal_losses,
-    expect_same_run,
-    trains,
-)
+from nnx_conformance.check import Bench, check, expect
+from nnx_conformance.comparing import TOLERANCE, expect_equal_losses, expect_same_run, trains
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import (
     BLOCKS,

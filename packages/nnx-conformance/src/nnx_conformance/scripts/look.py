@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from nnx_checkpoint.cli.command import main
-from nnx_core.names.plugins import inventory
+from nnx_core.names.discovery import inventory
 
 
 def run(*arguments: str) -> Any:

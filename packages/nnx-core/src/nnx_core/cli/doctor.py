@@ -25,7 +25,8 @@ from typing_extensions import TypedDict
 from nnx_checkpoint.cli.output import print_json, print_table, print_text
 from nnx_core.cli.strategies import options_of
 from nnx_core.errors import NnxError
-from nnx_core.names.plugins import Plugin, inventory
+from nnx_core.names.discovery import inventory
+from nnx_core.names.plugins import Plugin
 from nnx_core.names.registry import StrategyRegistry
 
 __all__ = ["run"]

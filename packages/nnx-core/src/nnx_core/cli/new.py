@@ -24,7 +24,7 @@ from typing_extensions import TypedDict
 from nnx_checkpoint.cli.output import print_error, print_json, print_note, print_text
 from nnx_core.errors import NnxError, OptionError, PluginError, UnsupportedError
 from nnx_core.names.catalog import historical, known
-from nnx_core.names.plugins import inventory
+from nnx_core.names.discovery import inventory
 from nnx_core.names.registry import StrategyRegistry
 from nnx_core.names.spec import LIGHTNING_NAMES, StrategySpec, name_remarks
 from nnx_core.options import check_choice

@@ -23,7 +23,8 @@ from nnx_checkpoint.cli.output import (
 )
 from nnx_core.errors import PluginError
 from nnx_core.names.catalog import CatalogEntry, Tier, historical, known
-from nnx_core.names.plugins import Problem, inventory
+from nnx_core.names.discovery import inventory
+from nnx_core.names.plugins import Problem
 from nnx_core.names.registry import StrategyRegistry
 from nnx_core.names.spec import LIGHTNING_NAMES, Capabilities, StrategySpec, import_reference, name_remarks
 from nnx_core.options import CommonOptions

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 from nnx_core.errors import LaunchError, NnxError, OptionError, PluginError
-from nnx_core.names.plugins import launchers
+from nnx_core.names.discovery import launchers
 from nnx_core.names.spec import LauncherSpec, import_reference
 from nnx_core.options import check_options, option
 

@@ -34,8 +34,8 @@ from nnx_checkpoint.reading.loading import load_model
 from nnx_checkpoint.reading.state import ModelState, as_state_dict, describe_model
 from nnx_core.backend import Backend
 from nnx_core.errors import UnsupportedError
-from nnx_core.lightning.checkpoint import gather_full, restore_model
 from nnx_core.lightning.compat import AVERAGE, CURRENT, STATE, average_of, averaging_callbacks, copies_only
+from nnx_core.lightning.strategy_checkpoint import gather_full, restore_model
 from nnx_core.view.modules import leave_on_meta, move_to_host
 from nnx_core.view.whole import as_stored
 

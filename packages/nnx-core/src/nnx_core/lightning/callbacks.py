@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from nnx_base.ranks import control_group, gather_object
 from nnx_checkpoint.format.inflight import current, settle_quietly
 from nnx_checkpoint.reading.naming import RANKS
-from nnx_checkpoint.writing.writer import poll
+from nnx_checkpoint.writing.background import poll
 from nnx_core.agree.watch import Watch
 from nnx_core.backend import Backend, NoOptions, Sample
 from nnx_core.errors import OptionError

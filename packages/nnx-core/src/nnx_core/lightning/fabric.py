@@ -21,17 +21,10 @@ from nnx_checkpoint.reading.naming import (
     stored_optimizer_states,
 )
 from nnx_checkpoint.reading.state import parameter_names, repoint_optimizer
-from nnx_checkpoint.writing.writer import poll
+from nnx_checkpoint.writing.background import poll
 from nnx_core._torch_compat import complete_optimizer
 from nnx_core.backend import Backend
 from nnx_core.errors import CheckpointError, UnsupportedError
-from nnx_core.lightning.checkpoint import (
-    module_state_dict,
-    open_together,
-    restore_model,
-    restore_optimizers,
-    save_lightning_checkpoint,
-)
 from nnx_core.lightning.processes import ParallelProcesses
 from nnx_core.lightning.routing import (
     EngineModule,
@@ -43,6 +36,13 @@ from nnx_core.lightning.routing import (
     unwrap_optimizer,
 )
 from nnx_core.lightning.sample import example_inputs
+from nnx_core.lightning.strategy_checkpoint import (
+    module_state_dict,
+    open_together,
+    restore_model,
+    restore_optimizers,
+    save_lightning_checkpoint,
+)
 from nnx_core.random_state import RandomState
 from nnx_core.view.modules import refuse_layers
 

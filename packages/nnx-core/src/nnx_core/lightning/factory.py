@@ -14,7 +14,7 @@ from nnx_core.errors import OptionError
 from nnx_core.launch.launcher import Launcher, make_launcher
 from nnx_core.lightning.namespaces import NAMESPACES, Namespace, get_namespace
 from nnx_core.lightning.registration import build, explain_missing
-from nnx_core.names.plugins import inventory
+from nnx_core.names.discovery import inventory
 from nnx_core.names.registry import StrategyRegistry
 
 KnownName = Literal[

@@ -15,7 +15,7 @@ from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.compat import running_stage_loader, running_stage_source
 from nnx_core.random_state import host_state_kept
 from nnx_core.view.python_state import PythonState, WentOnError, has_values
-from nnx_core.view.whole import Sees, what_it_sees
+from nnx_core.view.torch_functions import Sees, what_it_sees
 
 __all__ = ["TrainerSample", "example_inputs"]
 

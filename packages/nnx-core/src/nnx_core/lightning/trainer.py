@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import copy
 from enum import Enum
@@ -24,22 +24,14 @@ from nnx_base.clean_up import CleanUp, note
 from nnx_base.ranks import all_arrive, control_group, together
 from nnx_checkpoint.format.inflight import settle_quietly, take_error
 from nnx_checkpoint.reading.state import OptimizerState, parameter_names, repoint_optimizer
-from nnx_checkpoint.writing.writer import poll
+from nnx_checkpoint.writing.background import poll
 from nnx_core._torch_compat import complete_optimizer
 from nnx_core.agree.direct_calls import stop_warning
 from nnx_core.backend import Backend
 from nnx_core.errors import CheckpointError, NnxError, UnsupportedError, is_lost_connection
 from nnx_core.lightning.averaging import Averages
 from nnx_core.lightning.beginning import size_of_batch
-from nnx_core.lightning.checkpoint import (
-    CheckpointIO,
-    load_lightning_checkpoint,
-    module_state_dict,
-    restore_model,
-    restore_optimizers,
-    save_lightning_checkpoint,
-    take_rank_entries,
-)
+from nnx_core.lightning.checkpoint import CheckpointIO
 from nnx_core.lightning.compat import (
     attached_trainer,
     is_last_of_evaluation,
@@ -47,6 +39,7 @@ from nnx_core.lightning.compat import (
     make_optimizers,
 )
 from nnx_core.lightning.exact_resume import ExactResume
+from nnx_core.lightning.prediction import EvenPrediction, _renamed
 from nnx_core.lightning.processes import ParallelProcesses
 from nnx_core.lightning.routing import (
     publishes_gradients,
@@ -58,6 +51,14 @@ from nnx_core.lightning.routing import (
     unwrap_optimizer,
 )
 from nnx_core.lightning.sample import TrainerSample
+from nnx_core.lightning.strategy_checkpoint import (
+    load_lightning_checkpoint,
+    module_state_dict,
+    restore_model,
+    restore_optimizers,
+    save_lightning_checkpoint,
+    take_rank_entries,
+)
 from nnx_core.used import LAST_BATCH, CollectiveOrder, end_run, report_failure
 from nnx_core.view.modules import (
     allocate_again,
@@ -120,70 +121,6 @@ def _is_overridden(instance: Any, hook: str, base: type) -> bool:
         return True
     own = getattr(type(instance), hook, None)
     return own is not None and own is not getattr(base, hook, None)
-
-
-# --- the same number of prediction steps on every rank --------------------------------------------
-# To predict, Lightning deals samples out without padding, so that one rank may have a batch more than
-# another. Where a forward is collective the others would leave that rank waiting for ever.
-
-
-class EvenPrediction:
-    """Repeats a rank's last step as often as the ranks with more batches need; its results are dropped.
-
-    Attributes:
-        is_known: True if the numbers of batches are.
-
-    Example:
-        >>> even = EvenPrediction()
-        >>> even.start([2], most=lambda own: 4)
-        >>> steps = []
-        >>> for batch in ("first", "last"):
-        ...     steps.append(batch)
-        ...     even.after_step(lambda: steps.append("again"), batch)
-        >>> steps
-        ['first', 'last', 'again', 'again']
-    """
-
-    def __init__(self) -> None:
-        self._own = self._missing = 0
-        self.is_known = False
-
-    def start(self, batches: Sequence[float], *, most: Callable[[int], int]) -> None:
-        """Find out how many steps this rank has to add. Collective where all ranks know their numbers.
-
-        Args:
-            batches: The number of batches of each loader of this rank; infinite where it is not known.
-            most: The largest of all ranks' numbers.
-        """
-        self._own = self._missing = 0
-        self.is_known = float("inf") not in batches
-        if not self.is_known:
-            return
-        self._own = int(sum(batches))
-        self._missing = most(self._own) - self._own
-
-    def after_step(self, repeat: Callable[[], object], *args: Any) -> None:
-        """Count a step; after this rank's last one, add what is missing.
-
-        Args:
-            repeat: Runs the same step again.
-            *args: Of the step. One that fetches its own batches cannot be repeated.
-        """
-        self._own -= 1
-        if self._own or any(isinstance(value, Iterator) for value in args):
-            return
-        for _ in range(self._missing):
-            repeat()
-
-
-def _renamed(step: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same step under another name, by which engines compare the ranks."""
-
-    def renamed(*args: Any, **kwargs: Any) -> Any:
-        return step(*args, **kwargs)
-
-    renamed.__name__ = name
-    return renamed
 
 
 # --- sync_batchnorm=True --------------------------------------------------------------------------

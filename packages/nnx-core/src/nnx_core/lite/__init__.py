@@ -19,10 +19,11 @@ from nnx_checkpoint.reading.naming import LazyStateDict, numbered_optimizer_stat
 from nnx_checkpoint.reading.state import as_state_dict
 from nnx_core._torch_compat import IncompatibleKeys
 from nnx_core.errors import UnsupportedError
-from nnx_core.lightning.checkpoint import read_optimizer_state, restore_model, restore_optimizers
+from nnx_core.lightning.checkpoint import read_optimizer_state
 from nnx_core.lightning.fabric import FabricAdapter, load_fabric_checkpoint
 from nnx_core.lightning.namespaces import fabric_module
 from nnx_core.lightning.processes import leave_process_group_at_exit
+from nnx_core.lightning.strategy_checkpoint import restore_model, restore_optimizers
 from nnx_core.lite.checkpoint import (
     ModuleState,
     OptimizerStateDict,

@@ -23,15 +23,11 @@ from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.reading.naming import FABRIC_KEYS
 from nnx_core.backend import Backend, NoOptions, ParallelContext, Sample
 from nnx_core.errors import CheckpointError
-from nnx_core.lightning.checkpoint import (
-    CheckpointIO,
-    innermost_checkpoint_io,
-    module_state_dict,
-    save_lightning_checkpoint,
-)
+from nnx_core.lightning.checkpoint import CheckpointIO, innermost_checkpoint_io
 from nnx_core.lightning.fabric import FabricAdapter, StoredContent, objects_to_save, rename_parameters
 from nnx_core.lightning.namespaces import FABRIC_ROOT, fabric_module
 from nnx_core.lightning.routing import unwrap_engine, unwrap_optimizer
+from nnx_core.lightning.strategy_checkpoint import module_state_dict, save_lightning_checkpoint
 
 # --- snapshots ------------------------------------------------------------------------------------
 # State dicts that know where their tensors lie, so that a rank's part is never taken for the whole.

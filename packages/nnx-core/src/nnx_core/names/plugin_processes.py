@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from nnx_core.json_files import cache_directory, read_json, write_json
-from nnx_core.names.plugins import GROUP, Inventory, Plugin, RefusedError, Visited, _State, load, new_manager
+from nnx_core.names.discovery import Inventory, Visited, _State
+from nnx_core.names.plugins import GROUP, Plugin, RefusedError, load, new_manager
 from nnx_core.names.spec import Capabilities, StrategySpec
 
 _START_SECONDS = 60.0
@@ -40,7 +41,7 @@ _CHILD = (
 
 @contextmanager
 def looking_from_outside() -> Iterator[None]:
-    """Let `nnx_core.names.plugins.inventory` leave the plugins to other processes meanwhile.
+    """Let `nnx_core.names.discovery.inventory` leave the plugins to other processes meanwhile.
 
     It has the names then and what is declared of them, and cannot call another hook.
     """

@@ -13,7 +13,8 @@ from typing import Any
 
 from nnx_core.errors import NnxError, PluginError, StrategyNotFoundError, StrategyNotInstalledError
 from nnx_core.names.catalog import CatalogEntry, historical, known
-from nnx_core.names.plugins import Plugin, inventory, refresh
+from nnx_core.names.discovery import inventory, refresh
+from nnx_core.names.plugins import Plugin
 from nnx_core.names.spec import LIGHTNING_NAMES, Capabilities, StrategySpec
 
 __all__ = ["Registry", "StrategyRegistry"]

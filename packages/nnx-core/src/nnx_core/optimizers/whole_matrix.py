@@ -16,10 +16,9 @@ This module knows parameters by the shards that an engine describes, so it serve
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -39,17 +38,26 @@ from nnx_base.ranks import (
     is_distributed,
     rank_and_size,
 )
-from nnx_base.shard import Box, Shard, shard_of
-from nnx_checkpoint.reading.state import (
-    OptimizerState,
-    ShardOf,
-    describe_optimizer,
-    fill_optimizer,
-    parameter_names,
-)
+from nnx_base.shard import Shard, shard_of
+from nnx_checkpoint.reading.filling import fill_optimizer
+from nnx_checkpoint.reading.state import OptimizerState, ShardOf, describe_optimizer, parameter_names
 from nnx_core._torch_compat import run_step_hooks
 from nnx_core.errors import NnxError, UnsupportedError
 from nnx_core.optimizers.elementwise import Trial, refuse_hidden_shards, try_optimizer
+from nnx_core.optimizers.owners import (
+    Item,
+    Owned,
+    Parcel,
+    Route,
+    _membership,
+    as_bytes,
+    choose_owners,
+    empty,
+    fill_from_bytes,
+    from_owner,
+    tell,
+    to_owner,
+)
 from nnx_core.optimizers.step_arguments import StepArguments, take_closure
 
 __all__ = ["OwnerRanks"]
@@ -77,7 +85,7 @@ class OwnerRanks:
     def __init__(self, shard: ShardOf, device: torch.device) -> None:
         self._shard = shard
         self._device = device
-        self._owned: WeakKeyDictionary[Optimizer, _Owned] = WeakKeyDictionary()
+        self._owned: WeakKeyDictionary[Optimizer, Owned] = WeakKeyDictionary()
         self.bytes_sent = 0
 
     # --- set up -------------------------------------------------------------------------------
@@ -93,9 +101,9 @@ class OwnerRanks:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if is_distributed() or any(isinstance(parameter, DTensor) for parameter in parameters):
                 self._owned[optimizer] = self._plan(optimizer)
-                _tell(optimizer, self._owned[optimizer])
+                tell(optimizer, self._owned[optimizer])
 
-    def _plan(self, optimizer: Optimizer) -> _Owned:
+    def _plan(self, optimizer: Optimizer) -> Owned:
         trial = self._try(optimizer)
         if trial.communicates:
             raise UnsupportedError(
@@ -104,7 +112,7 @@ class OwnerRanks:
                 remedy="Use the version of it for a single device: nnx gathers what it needs.",
             )
         if trial.dependence == "element":
-            return _Owned(trial, _membership(optimizer))
+            return Owned(trial, _membership(optimizer))
         if trial.error is not None:
             refuse_hidden_shards(optimizer, trial.error)
         candidates = [
@@ -122,7 +130,7 @@ class OwnerRanks:
             control_group(),
         )
         routes = {
-            parameter: _Route(shard.shape, *zip(*(of_rank[index] for of_rank in held), strict=True))
+            parameter: Route(shard.shape, *zip(*(of_rank[index] for of_rank in held), strict=True))
             for index, (parameter, shard) in enumerate(zip(candidates, shards, strict=True))
         }
         if trial.dependence == "parameter":
@@ -131,8 +139,8 @@ class OwnerRanks:
                 for parameter, route in routes.items()
                 if isinstance(parameter, DTensor) or not route.is_replicated
             }
-        _choose_owners(list(routes.values()), to_rank_0=trial.dependence == "model")
-        owned = _Owned(trial, _membership(optimizer), routes)
+        choose_owners(list(routes.values()), to_rank_0=trial.dependence == "model")
+        owned = Owned(trial, _membership(optimizer), routes)
         owned.has_state = any(has for of_rank in held for _, has in of_rank)
         self._take_over_state(optimizer, owned)
         return owned
@@ -153,7 +161,7 @@ class OwnerRanks:
             group, on_rank_0, for_all, doing=f"finding out what {type(optimizer).__name__} depends on"
         )
 
-    def _take_over_state(self, optimizer: Optimizer, owned: _Owned) -> None:
+    def _take_over_state(self, optimizer: Optimizer, owned: Owned) -> None:
         """State that the optimizer made before, in parts like its parameters, goes to owners. Collective.
 
         Its constructor may have made it; ranks hold the same names then.
@@ -166,17 +174,17 @@ class OwnerRanks:
             if route.owner != rank:
                 optimizer.state.pop(parameter, None)
 
-    def _whole_state(self, value: Tensor, parameter: nn.Parameter, route: _Route) -> Tensor:
+    def _whole_state(self, value: Tensor, parameter: nn.Parameter, route: Route) -> Tensor:
         if isinstance(value, DTensor):
             return value.full_tensor()
         shard = self._shard(value, parameter=parameter)
         if shard.is_whole or shard.shape != route.shape:
             return value
         whole = value.new_empty(route.shape)
-        self._exchange(_to_owner([(route, shard.data, whole)]))
+        self._exchange(to_owner([(route, shard.data, whole)]))
         return whole
 
-    def _current(self, optimizer: Optimizer) -> _Owned | None:
+    def _current(self, optimizer: Optimizer) -> Owned | None:
         """What is known of an optimizer; made anew when its groups were changed. Collective then."""
         owned = self._owned.get(optimizer)
         if owned is None:
@@ -224,7 +232,7 @@ class OwnerRanks:
         return result
 
     @torch.no_grad()
-    def _gather(self, owned: _Owned) -> dict[nn.Parameter, nn.Parameter | None]:
+    def _gather(self, owned: Owned) -> dict[nn.Parameter, nn.Parameter | None]:
         """Give owners the weights and gradients of their parameters.
 
         Returns:
@@ -232,7 +240,7 @@ class OwnerRanks:
         """
         rank = dist.get_rank()
         has_gradient = self._have_gradients(list(owned.routes))
-        items: list[_Item] = []
+        items: list[Item] = []
         for (parameter, route), has in zip(owned.routes.items(), has_gradient, strict=True):
             weight = self._shard(parameter)
             place = owned.places.get(parameter)
@@ -240,14 +248,14 @@ class OwnerRanks:
                 place = owned.places[parameter] = _new_place(parameter)
             if place is not None:
                 place.grad = None
-                place.data = _empty(weight, parameter)
+                place.data = empty(weight, parameter)
             items.append((route, weight.data, place))
             if not has:
                 continue
             if place is not None:
                 place.grad = torch.empty_like(place)
             items.append((route, self._gradient(parameter, weight), None if place is None else place.grad))
-        self._exchange(_to_owner(items))
+        self._exchange(to_owner(items))
         return {parameter: owned.places.get(parameter) for parameter in owned.routes}
 
     def _have_gradients(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
@@ -266,18 +274,18 @@ class OwnerRanks:
         return self._shard(gradient, parameter=parameter).data
 
     @torch.no_grad()
-    def _scatter(self, owned: _Owned) -> None:
+    def _scatter(self, owned: Owned) -> None:
         """Give every rank its part of what owners have in their parameters' places, and free these."""
         items = [
             (route, self._shard(parameter).data, owned.places.get(parameter))
             for parameter, route in owned.routes.items()
         ]
-        self._exchange(_from_owner(items))
+        self._exchange(from_owner(items))
         for place in owned.places.values():
             place.grad = None
             place.data = place.data.new_empty(0)
 
-    def _exchange(self, parcels: Sequence[_Parcel]) -> None:
+    def _exchange(self, parcels: Sequence[Parcel]) -> None:
         """Send pieces of tensors where they belong, all of them in one collective."""
         rank, size = dist.get_rank(), dist.get_world_size()
         out: list[list[Tensor]] = [[] for _ in range(size)]
@@ -286,7 +294,7 @@ class OwnerRanks:
             if parcel.source == parcel.target == rank:
                 parcel.received.copy_(parcel.sent)
             elif parcel.source == rank:
-                out[parcel.target].append(_as_bytes(parcel.sent, self._device))
+                out[parcel.target].append(as_bytes(parcel.sent, self._device))
             elif parcel.target == rank:
                 into[parcel.source].append(parcel.received)
         sent = torch.cat([piece for pieces in out for piece in pieces] or [self._no_bytes()])
@@ -298,7 +306,7 @@ class OwnerRanks:
         reached = 0
         for view in (view for views in into for view in views):
             length = view.numel() * view.element_size()
-            _fill_from_bytes(view, received[reached : reached + length])
+            fill_from_bytes(view, received[reached : reached + length])
             reached += length
 
     def _no_bytes(self, count: int = 0) -> Tensor:
@@ -315,7 +323,7 @@ class OwnerRanks:
             alone: Describe what this rank holds only, without communicating.
         """
         owned = self._owned.get(optimizer)
-        routes: Mapping[nn.Parameter, _Route] = {} if owned is None else owned.routes
+        routes: Mapping[nn.Parameter, Route] = {} if owned is None else owned.routes
 
         def shard(tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
             return shard_of(tensor) if parameter in routes else self._shard(tensor, parameter=parameter)
@@ -353,168 +361,6 @@ class OwnerRanks:
         state = {name: entries for name, entries in saved["state"].items() if name not in others}
         own = OptimizerState(state=state, param_groups=saved["param_groups"])
         fill_optimizer(_OwnState(self, backend, owned), module, optimizer, own)
-
-
-# --- who owns what ----------------------------------------------------------------------------------
-
-
-class _Route:
-    """Who holds which boxes of a parameter, and who owns it.
-
-    Args:
-        shape: The shape of the whole parameter.
-        boxes: The boxes that each rank holds.
-        has_state: True if each rank has state for it: one alone was its owner before, and stays it.
-
-    Attributes:
-        owner: The rank that steps it; -1 until there is one.
-    """
-
-    def __init__(
-        self, shape: tuple[int, ...], boxes: Sequence[Sequence[Box]], has_state: Sequence[bool]
-    ) -> None:
-        self.shape = shape
-        self.boxes = boxes
-        self.owner = has_state.index(True) if len(has_state) > 1 and sum(has_state) == 1 else -1
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether every rank holds all of it."""
-        return all(len(boxes) == 1 and boxes[0].size == self.shape for boxes in self.boxes)
-
-    @property
-    def work(self) -> int:
-        """What a step costs about: for matrices that of a product with a square one."""
-        if len(self.shape) < 2:
-            return math.prod(self.shape)
-        rows = self.shape[0]
-        columns = math.prod(self.shape[1:])
-        return rows * columns * max(1, min(rows, columns))
-
-    def senders(self) -> Iterator[tuple[int, int]]:
-        """Which rank sends which of its boxes to the owner: each box once, the owner's own first."""
-        sent: set[Box] = set()
-        order = [self.owner, *(rank for rank in range(len(self.boxes)) if rank != self.owner)]
-        for rank in order:
-            for number, box in enumerate(self.boxes[rank]):
-                if box not in sent:
-                    sent.add(box)
-                    yield rank, number
-
-
-def _choose_owners(routes: Sequence[_Route], *, to_rank_0: bool) -> None:
-    """The heaviest parameter first, each to the rank with the least work so far."""
-    load = [0] * dist.get_world_size()
-    for route in sorted(routes, key=lambda route: (route.owner < 0, -route.work)):
-        if route.owner < 0:
-            route.owner = 0 if to_rank_0 else min(range(len(load)), key=lambda rank: load[rank])
-        load[route.owner] += route.work
-
-
-@dataclass(eq=False)
-class _Owned:
-    """What is known of one optimizer.
-
-    Attributes:
-        trial: The result of the trial of what its updates depend on.
-        membership: Its groups' parameters when that was found out.
-        routes: The parameters that owners step.
-        places: The complete parameters that take the places of this rank's own in a step.
-        has_state: True if owners have state, by a step, by resuming, or from before.
-    """
-
-    trial: Trial
-    membership: tuple[tuple[int, ...], ...]
-    routes: dict[nn.Parameter, _Route] = field(default_factory=dict)
-    places: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    has_state: bool = False
-
-
-def _tell(optimizer: Optimizer, owned: _Owned) -> None:
-    """Log on rank 0 what owners step, and why."""
-    if not owned.routes or dist.get_rank() != 0:
-        return
-    name, count = type(optimizer).__name__, len(owned.routes)
-    if owned.trial.dependence == "parameter":
-        log.info(
-            "%s: %d of its parameters are stepped whole, each on an owner rank, because its update looks at "
-            "more than one element.",
-            name,
-            count,
-        )
-        return
-    error = owned.trial.error
-    why = "its update looks at the whole model" if error is None else f"it could not be tried ({error})"
-    log.info("%s: all of its %d parameters are stepped whole on rank 0, because %s.", name, count, why)
-
-
-def _membership(optimizer: Optimizer) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
-
-
-# --- what travels -----------------------------------------------------------------------------------
-
-
-@dataclass(eq=False, slots=True)
-class _Parcel:
-    """A piece of a tensor on its way: `sent` is meaningful on the source, `received` on the target."""
-
-    source: int
-    target: int
-    sent: Any
-    received: Any
-
-
-_Item = tuple[_Route, Sequence[Tensor], "Tensor | None"]
-"""A route, this rank's part of a tensor that lies so, and the whole of it on the owner."""
-
-
-def _to_owner(items: Sequence[_Item]) -> list[_Parcel]:
-    rank = dist.get_rank()
-    return [
-        _Parcel(
-            source,
-            route.owner,
-            own[number] if source == rank else None,
-            whole[route.boxes[source][number].slices] if whole is not None else None,
-        )
-        for route, own, whole in items
-        for source, number in route.senders()
-    ]
-
-
-def _from_owner(items: Sequence[_Item]) -> list[_Parcel]:
-    rank = dist.get_rank()
-    return [
-        _Parcel(
-            route.owner,
-            target,
-            whole[box.slices] if whole is not None else None,
-            own[number] if target == rank else None,
-        )
-        for route, own, whole in items
-        for target, boxes in enumerate(route.boxes)
-        for number, box in enumerate(boxes)
-    ]
-
-
-def _as_bytes(tensor: Tensor, device: torch.device) -> Tensor:
-    dense = tensor.detach().to(device).contiguous()
-    if dense.is_complex():
-        dense = torch.view_as_real(dense)
-    return dense.reshape(-1).view(torch.uint8)
-
-
-def _fill_from_bytes(view: Tensor, received: Tensor) -> None:
-    target = torch.view_as_real(view) if view.is_complex() else view
-    if received.storage_offset() % target.element_size():
-        received = received.clone()
-    target.copy_(received.view(target.dtype).view(target.shape))
-
-
-def _empty(shard: Shard, parameter: nn.Parameter) -> Tensor:
-    device = shard.data[0].device if shard.data else parameter.device
-    return torch.empty(shard.shape, dtype=shard.dtype, device=device)
 
 
 # --- the user's optimizer, with complete tensors in its parameters' places ---------------------------
@@ -627,7 +473,7 @@ class _Led:
         given: The arguments of the step, whose closure every rank has to evaluate together.
     """
 
-    def __init__(self, owners: OwnerRanks, optimizer: Optimizer, owned: _Owned, given: StepArguments) -> None:
+    def __init__(self, owners: OwnerRanks, optimizer: Optimizer, owned: Owned, given: StepArguments) -> None:
         self._owners, self._optimizer, self._owned, self._given = owners, optimizer, owned, given
         self._result: Any = None
         self._replaced: _Replaced | None = None
@@ -765,7 +611,7 @@ def _has_tensors(value: Any) -> bool:
 class _OwnState:
     """What `fill_optimizer` asks of a backend, where owners hold whole state."""
 
-    def __init__(self, owners: OwnerRanks, backend: Any, owned: _Owned) -> None:
+    def __init__(self, owners: OwnerRanks, backend: Any, owned: Owned) -> None:
         self._owners, self._backend, self._owned = owners, backend, owned
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:

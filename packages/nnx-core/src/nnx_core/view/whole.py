@@ -16,9 +16,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum, auto
 from functools import cache
-from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -37,13 +35,13 @@ from nnx_core._torch_compat import (
 )
 from nnx_core.errors import UnsupportedError
 from nnx_core.used import used_anywhere
+from nnx_core.view.torch_functions import STORAGES, Sees, is_random, what_it_sees
 
 __all__ = [
     "Guard",
     "HeldByTensor",
     "Part",
     "Seen",
-    "Sees",
     "Source",
     "as_stored",
     "attributes_of",
@@ -52,14 +50,12 @@ __all__ = [
     "guarded_class",
     "guarded_mode",
     "in_guarded_mode",
-    "is_elementwise_in_place",
     "is_guarded",
     "local_mode",
     "part_of",
     "show_plain",
     "show_whole",
     "unguard",
-    "what_it_sees",
 ]
 
 
@@ -431,7 +427,7 @@ def _seen(
     part = guarded._part
     if sees is Sees.IN_PLACE:
         return _change(func, guarded, args, kwargs)
-    if sees is Sees.MEMORY and func.__name__ in _STORAGES and is_distributed():
+    if sees is Sees.MEMORY and func.__name__ in STORAGES and is_distributed():
         raise _only_gathered(guarded, "is asked for its storage, as `safetensors` does")
     if sees is Sees.LOCAL or sees is Sees.MEMORY:
         with local_mode():
@@ -473,7 +469,7 @@ def _on_wholes(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     plain_kwargs = {name: _unguarded(argument, wholes) for name, argument in kwargs.items()}
     result = func(*plain_args, **plain_kwargs)
     for guarded, whole in wholes.values():
-        if _is_random(func):
+        if is_random(func):
             guarded._part.randomized()
         guarded._part.flush()
         if result is whole:
@@ -616,137 +612,3 @@ def show_whole(tensor: Any) -> None:
     """End `show_plain`."""
     if not is_guarded(tensor):
         tensor.__class__ = guarded_class(type(tensor))  # type: ignore[arg-type] # mypy on hashes
-
-
-# --- what each torch function sees -----------------------------------------------------------------
-
-
-class Sees(Enum):
-    """What a function of a parameter is answered with."""
-
-    WHOLE = auto()
-    """The gathered value, with gradient."""
-    IN_PLACE = auto()
-    """The gathered value, which it changes."""
-    DATA = auto()
-    """The gathered value, without gradient."""
-    ASSIGNS = auto()
-    """It replaces the data."""
-    GRADIENT = auto()
-    """The gradient, whole."""
-    ASSIGNS_GRADIENT = auto()
-    """It replaces the gradient."""
-    HOOK = auto()
-    """It listens to the gradient."""
-    SHAPE = auto()
-    """Logical shape and strides; nothing is gathered."""
-    LOCAL = auto()
-    """The object itself: what does not depend on the values."""
-    MEMORY = auto()
-    """The memory of this rank's part."""
-
-
-_OF_SHAPE = frozenset({"shape", "ndim", "nbytes"})
-_OF_VALUES = frozenset({"T", "H", "mT", "mH", "real", "imag"})
-_SHAPE_METHODS = frozenset(
-    {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "storage_offset", "__len__"}
-)
-_LOCAL_METHODS = frozenset(
-    {
-        *("requires_grad_", "retain_grad", "is_floating_point", "is_complex", "is_signed", "is_inference"),
-        *("_is_view", "get_device", "element_size", "is_distributed", "is_same_size", "_is_zerotensor"),
-        *("is_neg", "is_conj", "__hash__"),
-    }
-)
-_STORAGES = frozenset({"untyped_storage", "storage", "_typed_storage"})
-_MEMORY_METHODS = frozenset({*_STORAGES, "data_ptr", "is_shared", "is_pinned", "is_set_to"})
-_IN_PLACE_OPERATORS = frozenset(
-    {
-        *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
-        *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
-    }
-)
-_METHODS = {
-    **dict.fromkeys(_SHAPE_METHODS, Sees.SHAPE),
-    **dict.fromkeys(_LOCAL_METHODS, Sees.LOCAL),
-    **dict.fromkeys(_MEMORY_METHODS, Sees.MEMORY),
-    "detach": Sees.DATA,
-    "register_hook": Sees.HOOK,
-    "register_post_accumulate_grad_hook": Sees.HOOK,
-}
-
-_ELEMENTWISE = frozenset(
-    {
-        *("copy_", "fill_", "zero_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "pow_"),
-        *("subtract_", "multiply_", "divide_", "true_divide_", "neg_", "abs_", "sign_", "sqrt_", "square_"),
-        *("exp_", "log_", "reciprocal_", "round_", "tanh_", "sigmoid_", "relu_", "nan_to_num_", "erfinv_"),
-        *("masked_fill_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "maximum_", "minimum_"),
-        *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"),
-    }
-)
-_RANDOM = frozenset(
-    {
-        *("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_"),
-        "geometric_",
-    }
-)
-
-_known: dict[Callable[..., Any], Sees] = {}
-
-
-def what_it_sees(func: Callable[..., Any]) -> Sees:
-    """What a torch function is answered with when its first argument is a parameter in parts.
-
-    Example:
-        >>> import torch
-        >>> what_it_sees(torch.Tensor.size).name, what_it_sees(torch.add).name
-        ('SHAPE', 'WHOLE')
-    """
-    found = _known.get(func)
-    if found is None:
-        found = _known[func] = _find(func)
-    return found
-
-
-def is_elementwise_in_place(func: Callable[..., Any]) -> bool:
-    """Whether a function changes each element of its first argument by itself, of a tensor or of a list.
-
-    Example:
-        >>> import torch
-        >>> is_elementwise_in_place(torch.Tensor.mul_), is_elementwise_in_place(torch._foreach_mul_)
-        (True, True)
-    """
-    return getattr(func, "__name__", "").removeprefix("_foreach_") in _ELEMENTWISE
-
-
-def _is_random(func: Callable[..., Any]) -> bool:
-    """Whether a function fills a tensor with random numbers."""
-    return getattr(func, "__name__", "") in _RANDOM or getattr(func, "__module__", "") == "torch.nn.init"
-
-
-def _find(func: Callable[..., Any]) -> Sees:
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        return _of_attribute(
-            getattr(getattr(func, "__self__", None), "__name__", ""), reads=name == "__get__"
-        )
-    if name in _METHODS:
-        return _METHODS[name]
-    if name in _IN_PLACE_OPERATORS or (_is_native(func) and name.endswith("_") and not name.endswith("__")):
-        return Sees.IN_PLACE
-    return Sees.WHOLE
-
-
-def _of_attribute(name: str, *, reads: bool) -> Sees:
-    if name == "data":
-        return Sees.DATA if reads else Sees.ASSIGNS
-    if name == "grad":
-        return Sees.GRADIENT if reads else Sees.ASSIGNS_GRADIENT
-    if name in _OF_SHAPE:
-        return Sees.SHAPE
-    return Sees.WHOLE if name in _OF_VALUES else Sees.LOCAL
-
-
-def _is_native(func: Callable[..., Any]) -> bool:
-    """Whether it is torch's own, as against a function in Python such as those of `torch.nn.init`."""
-    return isinstance(func, (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType))

@@ -17,7 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from nnx_nnscaler.codegen.layout import Function, Line, fold, fold_recomputed, header, lay_out, layer_of
+from nnx_nnscaler.codegen.fold import fold, layer_of
+from nnx_nnscaler.codegen.layout import fold_recomputed, header, lay_out
+from nnx_nnscaler.codegen.lines import Function, Line
 from nnx_nnscaler.codegen.writer import Names, OpWriter, bound
 from nnx_nnscaler.ir.graph import Argument, Graph, Make, Op, TensorMeta, refs_in, text_of
 from nnx_nnscaler.ir.placement import Conversion, Placement, R, Strategy, Use, conversion, uses_of

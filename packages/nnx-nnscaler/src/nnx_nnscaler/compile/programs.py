@@ -29,8 +29,9 @@ from nnx_nnscaler.codegen.emit import inputs_of
 from nnx_nnscaler.compile.compiler import Compiled, Compiler, FixedLayout, ModelCall, compile_together
 from nnx_nnscaler.ir.graph import Graph, text_of
 from nnx_nnscaler.runtime.functions import Runtime
-from nnx_nnscaler.trace.fingerprint import current, read_by_forward
+from nnx_nnscaler.trace.fingerprint import current
 from nnx_nnscaler.trace.guard import caller_modes
+from nnx_nnscaler.trace.reads import read_by_forward
 from nnx_nnscaler.trace.structure import is_constant
 
 __all__ = [

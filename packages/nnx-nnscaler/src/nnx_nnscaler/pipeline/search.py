@@ -18,52 +18,27 @@ from typing import Any, NamedTuple
 from nnx_core.errors import OptionError, PlanError, UnsupportedError
 from nnx_nnscaler.compile.compiler import FixedLayout
 from nnx_nnscaler.ir.graph import Graph, Make, Ref
-from nnx_nnscaler.ir.placement import P, R
+from nnx_nnscaler.ir.placement import P
 from nnx_nnscaler.ir.program_plan import ProgramPlan
+from nnx_nnscaler.pipeline.cuts import choose_cuts, foreign_bytes
+from nnx_nnscaler.pipeline.memory import Mesh, rooms, too_large, usage_of
 from nnx_nnscaler.pipeline.microbatches import Microbatches, output_refs, possible_counts
-from nnx_nnscaler.pipeline.stages import (
-    Outline,
-    Prepared,
-    Room,
-    Stage,
-    StageCosts,
-    bytes_in,
-    choose_cuts,
-    foreign_bytes,
-    homes_of,
-    make_stages,
-    prepare,
-    traced_sizes,
-    without_calls,
-)
-from nnx_nnscaler.plan.cost import CostModel, Prices, Stored
-from nnx_nnscaler.plan.evaluation import Flow, activations
-from nnx_nnscaler.plan.pipeline_plan import PipelinePlan, Usage, predicted
-from nnx_nnscaler.plan.planning import (
-    Policy,
-    PolicyContext,
-    assignment_of,
-    bytes_text,
-    plan_program,
-    policy_of,
-)
+from nnx_nnscaler.pipeline.outline import Outline, Prepared, prepare, traced_sizes
+from nnx_nnscaler.pipeline.stages import Stage, homes_of, make_stages
+from nnx_nnscaler.plan.cost import CostModel, Stored
+from nnx_nnscaler.plan.pipeline_plan import PipelinePlan, predicted
+from nnx_nnscaler.plan.planning import bytes_text, plan_program
+from nnx_nnscaler.plan.policies import Policy, PolicyContext, policy_of
 from nnx_nnscaler.plan.schedules import (
-    FORWARD_SHARE,
     Arrangement,
     actions,
-    held,
-    order,
-    simulate,
     waiting_share,
 )
-from nnx_nnscaler.rules.rule import replicate
 
 PER_RANK = 4
 """Microbatches for each rank along the pipe, where nobody says how many."""
 _ROUNDS = 4
 """How often the search's limits are tightened until what is planned stays within the memory."""
-_SURE = 1.1
-"""Stages have to be predicted to be so much faster: they wait for each other, which is predicted worst."""
 
 
 class PipelineOptions(NamedTuple):
@@ -416,257 +391,3 @@ def _explained(plan: PipelinePlan, outline: Outline) -> str:
         f"{waits:.0%} of the time; parameters, gradients and optimizer state take {states} on the ranks "
         f"along the pipe, and all together up to {peaks}"
     )
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-class Mesh(NamedTuple):
-    """What bytes depend on besides the stages.
-
-    Attributes:
-        costs: The figures that bytes are predicted with.
-        units: The number of units that share the work.
-        zero: True if they store states in parts.
-        schedule: The order in which ranks work.
-        microbatches: The number of microbatches of the traced batch.
-    """
-
-    costs: CostModel
-    units: int
-    zero: bool
-    schedule: str
-    microbatches: int
-
-    def prices(self, graph: Graph, size: int) -> Prices:
-        """Prices for a graph on the ranks of a stage."""
-        return self.costs.prices(graph, size=size, units=self.units, zero=self.zero)
-
-
-def rooms(arrangement: Arrangement, schedule: str, microbatches: int, limits: Sequence[float]) -> list[Room]:
-    """What the search for cuts has to keep to.
-
-    Args:
-        arrangement: The stages of each rank along the pipe.
-        schedule: The order in which ranks work.
-        microbatches: The number of microbatches of the batch.
-        limits: Bytes that each rank may take.
-    """
-    found = []
-    for rank, several in enumerate(held(schedule, arrangement, microbatches)):
-        own = arrangement.stages_of(rank)
-        for numbers in several:
-            shares = {stage: number / microbatches for stage, number in zip(own, numbers, strict=True)}
-            found.append(Room(shares, limits[rank]))
-    return found
-
-
-class _Used(NamedTuple):
-    """Bytes of one stage: as of `Usage`, and of activations for the whole batch."""
-
-    states: int
-    lasting: int
-    kept: int
-    passing: int
-
-
-def usage_of(
-    stages: Sequence[Stage],
-    plans: Sequence[ProgramPlan],
-    homes: Mapping[str, int],
-    arrangement: Arrangement,
-    mesh: Mesh,
-) -> tuple[Usage, ...]:
-    """What each rank along the pipe takes.
-
-    Args:
-        stages: The stages.
-        plans: The plans of the stages.
-        homes: The rank that stores each parameter.
-        arrangement: The stages of each rank along the pipe.
-        mesh: The rest that bytes depend on.
-    """
-    counted: set[tuple[str, int]] = set()
-    used = [
-        _used(stage, plan, homes, arrangement.rank_of(stage.number), counted, mesh)
-        for stage, plan in zip(stages, plans, strict=True)
-    ]
-    found = []
-    for rank, several in enumerate(held(mesh.schedule, arrangement, mesh.microbatches)):
-        own = [used[number] for number in arrangement.stages_of(rank)]
-        kept = max(sum(n * one.kept for n, one in zip(numbers, own, strict=True)) for numbers in several)
-        active = (kept + max(one.passing for one in own)) / mesh.microbatches
-        found.append(Usage(sum(one.states for one in own), sum(one.lasting for one in own) + round(active)))
-    return tuple(found)
-
-
-def _used(
-    stage: Stage,
-    plan: ProgramPlan,
-    homes: Mapping[str, int],
-    rank: int,
-    counted: set[tuple[str, int]],
-    mesh: Mesh,
-) -> _Used:
-    graph, prices = stage.graph, mesh.prices(stage.graph, plan.size)
-    states = lasting = 0
-    for name, fqn in graph.parameters.items():
-        stored = Stored(plan.stored.get(fqn, R), fqn in plan.synchronized)
-        if (fqn, rank) in counted:
-            continue
-        counted.add((fqn, rank))
-        if homes.get(fqn, 0) == rank:
-            states += prices.states(graph.metas[name], stored)
-            lasting += prices.kept(graph.metas[name], stored)
-        else:  # another rank sends it, and its gradient goes back
-            lasting += 2 * prices.local(graph.metas[name], stored.placement).nbytes
-    lasting += sum(bytes_in(graph, name) for name in (*graph.buffers, *graph.constants))
-    kept, passing = activations(Flow(graph), assignment_of(graph, plan), prices)
-    return _Used(
-        states, lasting, kept + sum(bytes_in(graph, n) for n in (*stage.arguments, *stage.gives)), passing
-    )
-
-
-def too_large(plan: PipelinePlan, limit: int, knobs: Sequence[str]) -> PlanError:
-    """That no cut fits, and what helps.
-
-    Args:
-        plan: The one that takes the least, of those that were found.
-        limit: Bytes that each rank may take.
-        knobs: Further options that help.
-    """
-    worst = max(range(len(plan.usage)), key=lambda rank: plan.usage[rank].peak)
-    states, peak = plan.usage[worst]
-    more = (
-        ["pipeline_scheduler='1f1b' with a forward that returns its loss"] if plan.schedule == "gpipe" else []
-    )
-    helps = [*knobs, *more, "activation checkpointing (recompute)"]
-    return PlanError(
-        f"no plan of policy {plan.policy!r} fits into {bytes_text(limit)} on each of {plan.size} ranks: with "
-        f"the smallest cut found into {plan.arrangement.stages} stages, rank {worst} along the pipe takes "
-        f"{peak} bytes ({bytes_text(peak)}), of which {bytes_text(states)} are parameters, gradients and "
-        "optimizer state.",
-        remedy=f"What helps: {', '.join(helps)} or a smaller batch.",
-    )
-
-
-# --- with stages or without -----------------------------------------------------------------------
-
-
-def with_stages(
-    graph: Graph,
-    plan: Callable[[], ProgramPlan],
-    *,
-    size: int,
-    costs: CostModel,
-    constraints: Mapping[str, str] | None = None,
-    memory_limit: int | None = None,
-    units: int = 1,
-    zero: bool = False,
-) -> ProgramPlan | PipelinePlan:
-    """The plan of one program, or a pipeline in its place.
-
-    Args:
-        graph: The traced forward.
-        plan: Makes the plan of one program.
-        size: Ranks of the unit.
-        costs: The figures that time and memory are predicted with.
-        constraints: The strategies by which ranks split operators within stages, by names of modules.
-        memory_limit: Bytes that each rank may use.
-        units: The number of units that share the work.
-        zero: True if units keep states in parts.
-
-    Raises:
-        PlanError: Neither fits into the memory.
-    """
-    given = {"constraints": constraints, "memory_limit": memory_limit, "units": units, "zero": zero}
-    try:
-        whole = plan()
-    except PlanError:
-        found = None if memory_limit is None else _best(graph, size, costs, inf, **given)
-        if found is None:
-            raise
-        why = "without stages no plan fits into the memory"
-        return replace(found[1], policy="autodist", reason=f"{why}; {found[1].reason}")
-    bound = whole.prediction.time / _SURE
-    if not graph.training or _work(graph, costs) / size >= bound:
-        return whole
-    found = _best(graph, size, costs, bound, **given)
-    if found is None:
-        return whole
-    ours, other = found[0] * 1e3, whole.prediction.time * 1e3
-    why = f"predicted: {ours:.3g} ms a step with stages, {other:.3g} ms by the best plan without"
-    return replace(found[1], policy="autodist", reason=f"{why}; {found[1].reason}")
-
-
-def _work(graph: Graph, costs: CostModel) -> float:
-    """Seconds of computation that no plan saves, on one rank."""
-    prices = without_calls(costs).prices(graph, size=1)
-    return sum(prices.operator(op, replicate(op)).seconds for op in graph.ops if op.target != "getitem")
-
-
-def _best(
-    graph: Graph, size: int, costs: CostModel, bound: float, **given: Any
-) -> tuple[float, PipelinePlan] | None:
-    """The fastest pipeline, with its seconds; None where none fits and takes less than so many.
-
-    Of those with as many ranks along the pipe, GPipe's order is taken where it fits into the memory, as it
-    takes any forward; 1F1B keeps fewer activations.
-    """
-    try:
-        prepared = prepare(graph)
-    except UnsupportedError:
-        return None
-    prices = prepared.outline.costs(costs)
-    best = None
-    for ranks in (number for number in range(2, size + 1) if size % number == 0):
-        for schedule in ("gpipe", "1f1b"):
-            options = PipelineOptions(Arrangement(ranks, ranks), inner=size // ranks, schedule=schedule)
-            try:
-                if _least_seconds(prepared, prices, options) >= bound:
-                    break
-                plan = plan_pipeline(graph, options, costs=costs, **given)
-            except PlanError:
-                continue
-            seconds = seconds_of(plan, prepared, prices, costs)
-            if seconds < bound:
-                bound, best = seconds, (seconds, plan)
-            break
-    return best
-
-
-def _least_seconds(prepared: Prepared, prices: StageCosts, options: PipelineOptions) -> float:
-    """What a pipeline takes if its messages, and those within stages, take no time."""
-    ranks = options.arrangement.ranks
-    count = next(possible_counts(prepared.cut, traced_sizes(prepared.graph), PER_RANK * ranks))
-    seconds = (prices.seconds - prices.calls) / options.inner + count * prices.calls
-    cuts = choose_cuts(prices._replace(seconds=seconds), ranks) or []
-    longest = max(seconds[stop] - seconds[start] for start, stop in pairwise([0, *cuts, len(seconds) - 1]))
-    return float(longest) * (count + ranks - 1) / count
-
-
-def seconds_of(plan: PipelinePlan, prepared: Prepared, prices: StageCosts, costs: CostModel) -> float:
-    """Predicted time of one step: computation, waiting, and what passes between stages.
-
-    Args:
-        plan: The plan.
-        prepared: Its graph.
-        prices: The costs of its cuts.
-        costs: The figures that it was made with.
-    """
-    graph, outline = prepared.cut.graph, prepared.outline
-    count = next(possible_counts(prepared.cut, traced_sizes(graph), plan.microbatches, plan.divisible))
-    link = costs.hardware.link(plan.arrangement.ranks, stride=plan.stages[0].size)
-    bounds = [0, *plan.cuts, len(outline.ops)]
-    forward, backward = [], []
-    for stage, own in zip(make_stages(outline, plan.cuts), plan.stages, strict=True):
-        start, stop = bounds[stage.number : stage.number + 2]
-        again = (count - 1) * float(prices.calls[stop] - prices.calls[start])
-        came = sum(bytes_in(graph, name) for name in stage.arguments if name not in graph.metas) / count
-        message = link.seconds("all_gather", 2 * came, 2) if came else 0.0  # each of two ranks sends half
-        each = (own.prediction.time + again) / count
-        forward.append(each * FORWARD_SHARE + message)
-        backward.append(each * (1 - FORWARD_SHARE) + message)
-    steps = simulate(order("gpipe", plan.arrangement, count), forward, backward)
-    results = sum(bytes_in(graph, name) for name in output_refs(graph) if name in outline.place)
-    return max(step.stop for step in steps) + link.seconds("all_gather", results, plan.arrangement.ranks)

@@ -18,7 +18,8 @@ from scipy.sparse import coo_array  # type: ignore[import-untyped]
 
 from nnx_nnscaler.ir.placement import R, Strategy, Use, uses_of
 from nnx_nnscaler.plan.cost import Price, Prices, Stored
-from nnx_nnscaler.plan.evaluation import Assignment, Flow, price_of_change
+from nnx_nnscaler.plan.evaluation import price_of_change
+from nnx_nnscaler.plan.flow import Assignment, Flow
 
 # --- repeated layers tied -------------------------------------------------------------------------
 # The planning problem with repeated layers tied: one choice for all twins of an operator or a parameter.

@@ -12,8 +12,8 @@ import torch
 from nnx_nnscaler.ir.graph import Graph, Op, TensorMeta, hint_of, refs_in
 from nnx_nnscaler.ir.placement import R, Strategy
 from nnx_nnscaler.rules.annotation_grammar import Annotation, AnnotationError
-from nnx_nnscaler.rules.probe import DRAWS, Trial, draw, runner
 from nnx_nnscaler.rules.rule import Rule, Writer, argument_of, bound, operator_of, outputs_of, with_code
+from nnx_nnscaler.rules.trial import DRAWS, Trial, draw, runner
 
 _MOST_ELEMENTS = 2**20
 _RULE_REMEDY = (

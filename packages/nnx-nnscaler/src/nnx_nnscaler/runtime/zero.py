@@ -23,8 +23,8 @@ from nnx_core.errors import UnsupportedError
 from nnx_core.used import CollectiveOrder
 from nnx_core.view.whole import guarded_mode, local_mode
 from nnx_nnscaler.axes import Axes
+from nnx_nnscaler.runtime.buckets import DENSE, Bucket, assign_buckets
 from nnx_nnscaler.runtime.part import ParameterLayout
-from nnx_nnscaler.runtime.reducer import DENSE, Bucket, assign_buckets
 
 if TYPE_CHECKING:
     from nnx_nnscaler.runtime.reducer import Reducer

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nnx_core._torch_compat import FakeTensor, FakeTensorMode, pytree
 from nnx_nnscaler.ir.graph import Graph
 from nnx_nnscaler.trace.build import UntraceableError, build_graph
+from nnx_nnscaler.trace.effects import refuse_generators
 from nnx_nnscaler.trace.export import (
     Recorded,
     Result,
@@ -23,7 +24,7 @@ from nnx_nnscaler.trace.export import (
     forget_calls,
     recorder,
 )
-from nnx_nnscaler.trace.guard import CommunicationError, hooks_of_the_user, refuse_generators, running
+from nnx_nnscaler.trace.guard import CommunicationError, hooks_of_the_user, running
 from nnx_nnscaler.trace.structure import BatchDims, Blame, Inputs, Refusal, TraceError, blame, flatten_inputs
 
 _REMEDY = (

@@ -7,18 +7,12 @@ happen, or by the names in the code that a forward reaches.
 
 from __future__ import annotations
 
-import builtins
-import dis
 import inspect
 import random
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy
@@ -31,9 +25,8 @@ from torch.nn.modules import module as torch_module
 from nnx_core._torch_compat import TorchDispatchMode, versions_kept
 from nnx_core.random_state import forked
 from nnx_core.used import CollectiveOrder
-from nnx_core.view.python_state import PythonState, is_users_own, only_goes_on
+from nnx_core.view.python_state import PythonState, is_users_own
 from nnx_nnscaler._torch_compat import checkpoints_replaced, lstm_replaced, saves_inputs_only
-from nnx_nnscaler.trace.fingerprint import code_reached, read_by_forward
 from nnx_nnscaler.trace.structure import Refusal
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -307,167 +300,3 @@ def _states() -> tuple[Any, ...]:
     arrays: Any = numpy.random.get_state(legacy=False)
     of_torch = torch.default_generator.get_state().numpy().tobytes()  # a trace draws nothing
     return random.getstate(), repr(arrays["state"]), of_torch
-
-
-# --- effects --------------------------------------------------------------------------------------------
-#
-# What code does besides computing, as far as its names tell: printing, files, clocks, loggers, iterators.
-#
-# A trace runs such code once, without a sign in the graph. It is found by looking through the code that a
-# forward reaches.
-
-
-_OF_TENSORS = frozenset(
-    [
-        *("torch", "torchvision", "torchaudio", "torchmetrics", "transformers", "timm", "einops"),
-        *("numpy", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
-        *("nnx_core", "nnx_nnscaler", "jaxtyping", "typing_extensions", "omegaconf"),
-        *("ml_collections", "pydantic", "attr"),
-    ]
-)
-"""Packages whose functions compute, and whose objects hold values."""
-_OF_PYTHON = frozenset(
-    [
-        *("abc", "builtins", "cmath", "collections", "contextlib", "copy", "dataclasses"),
-        *("decimal", "enum", "fractions", "functools", "itertools", "math", "numbers", "operator"),
-        *("re", "string", "types", "typing", "warnings"),
-    ]
-)
-_EFFECTS = frozenset(["open", "input", "next", "id", "exec", "eval", "breakpoint"])
-"""Of what is built in, that which does more than compute; a `print` is noticed when it is called."""
-
-
-def refuse_generators(root: nn.Module) -> None:
-    """Refuse a forward that may go on with an iterator, or a generator, that a trace cannot put back.
-
-    Args:
-        root: The module.
-
-    Raises:
-        Refusal: It may.
-    """
-    for space, name in read_by_forward(root):
-        value = space.get(name)
-        if isinstance(value, torch.Generator):
-            raise _refusal(name, "a generator of random numbers, which a graph cannot hold")
-        if only_goes_on(value):
-            raise _refusal(name, f"a {type(value).__name__}, which goes on and cannot be put back")
-
-
-def refuse_effects(root: nn.Module, *, of: type) -> None:
-    """Refuse code of the user's that does more than compute.
-
-    Args:
-        root: The module whose forward is looked through.
-        of: A class that the user wrote, wherever it is installed; other packages' layers are not looked at.
-
-    Raises:
-        Refusal: It does.
-    """
-    _Search(root, of).run()
-
-
-class _Search:
-    """A walk through the functions that a forward reaches."""
-
-    def __init__(self, root: nn.Module, of: type) -> None:
-        self._home = of.__module__.partition(".")[0]
-        self._names: set[str] = set()
-        self._classes: set[type] = set()
-        self._left = [one for one in code_reached(root) if self._is_users(one.__module__)]
-        attributes = {id(vars(module)) for module in root.modules()}
-        for space, name in read_by_forward(root):
-            if id(space) in attributes:
-                self._look_at(name, space.get(name))
-
-    def _is_users(self, module: str) -> bool:
-        package = module.partition(".")[0]
-        return package not in sys.stdlib_module_names and (is_users_own(module) or package == self._home)
-
-    def run(self) -> None:
-        seen: set[FunctionType] = set()
-        while self._left:
-            for function in self._left:
-                if function not in seen and not _computes(function.__module__ or ""):
-                    seen.add(function)
-                    self._look_through(function)
-            methods = [vars(cls).get(name) for cls in self._classes for name in self._names]
-            self._left = [one for one in methods if isinstance(one, FunctionType) and one not in seen]
-
-    def _look_through(self, function: FunctionType) -> None:
-        for name, value in _used(function):
-            try:
-                self._look_at(name, value)
-            except Refusal as refusal:
-                code = function.__code__
-                place = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-                raise Refusal(f"{function.__qualname__} ({place}) {refusal}") from None
-
-    def _look_at(self, name: str, value: Any) -> None:
-        """A value that code names."""
-        self._names.add(name)
-        value = inspect.unwrap(value) if isinstance(value, FunctionType) else value
-        if isinstance(value, MethodType):
-            value = value.__func__
-        if isinstance(value, partial):
-            self._look_at(name, value.func)
-        elif isinstance(value, FunctionType) and not _computes(value.__module__ or ""):
-            self._left.append(value)
-        elif isinstance(value, ModuleType):
-            self._look_into(name, value.__name__)
-        elif not isinstance(value, nn.Module):
-            cls = value if isinstance(value, type) else type(value)
-            if hasattr(type(value), "__next__"):
-                raise _refusal(name, "an iterator, which goes on")
-            home = getattr(value, "__module__", None)
-            self._look_into(name, home if isinstance(home, str) else cls.__module__, cls)
-
-    def _look_into(self, name: str, module: str, cls: type | None = None) -> None:
-        if module == "builtins" and name in _EFFECTS and cls is type(print):
-            raise _refusal(name, "which is no computation")
-        if _computes(module):
-            return
-        if not self._is_users(module):
-            raise _refusal(name, f"of {module}, of which it is not known whether it only computes")
-        if cls is not None and self._is_users(cls.__module__):
-            self._classes.add(cls)
-
-
-def _computes(module: str) -> bool:
-    return module.partition(".")[0].lstrip("_") in _OF_TENSORS | _OF_PYTHON or module == "__future__"
-
-
-def _refusal(name: str, what: str) -> Refusal:
-    return Refusal(f"uses {name!r}, {what}")
-
-
-def _used(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function's code names: globals, what is built in, imports, attributes of the user's modules."""
-    nothing = object()
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    for code in _codes(function.__code__):
-        for instruction in dis.get_instructions(code):
-            name = instruction.argval
-            if instruction.opname == "IMPORT_NAME":
-                yield name, sys.modules.get(name, ModuleType(name))
-            elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                value = function.__globals__.get(name, getattr(builtins, name, nothing))
-                if value is not nothing and value is not builtins.print:  # Ray puts one of its own there
-                    yield name, value
-                if isinstance(value, ModuleType) and is_users_own(value.__name__):
-                    held = [(other, vars(value).get(other, nothing)) for other in code.co_names]
-                    yield from ((other, one) for other, one in held if one is not nothing)
-            elif instruction.opname == "LOAD_DEREF" and name in cells:
-                try:
-                    yield name, cells[name].cell_contents
-                except ValueError:  # not assigned yet
-                    continue
-            elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                yield name, None
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)

@@ -1,0 +1,110 @@
+"""Ranges of flat buffers, which ZeRO and FSDP1 write.
+
+its like keep many tensors end to end in one buffer and cut that evenly, wherever the tensors begin. What
+one rank holds of a tensor is then a range of its elements, and a few boxes of it (`nnx_base.box`).
+What all elements share, such as the number of steps, is stored beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nnx_base.box import Box, boxes_of_range, cut_range
+from nnx_base.errors import CheckpointError
+from nnx_checkpoint.foreign.contents import TENSORS, Contents
+from nnx_checkpoint.format.index import Piece
+from nnx_checkpoint.unpickling.torch_file import FileTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements [start, stop) of a parameter, which one rank holds from `position` on."""
+
+    rank: int
+    position: int
+    start: int
+    stop: int
+
+
+def spans_of_partitions(offset: int, numel: int, size: int) -> list[Span]:
+    """Cut a parameter where a buffer is cut into partitions of a size (ZeRO 1 and 2).
+
+    Example:
+        >>> [(span.rank, span.position, span.start, span.stop) for span in spans_of_partitions(3, 4, 5)]
+        [(0, 3, 0, 2), (1, 0, 2, 4)]
+    """
+    spans = []
+    for rank in range(offset // max(size, 1), math.ceil((offset + numel) / max(size, 1))):
+        start, length = cut_range(offset, numel, low=rank * size, high=(rank + 1) * size)
+        if length:
+            spans.append(Span(rank, offset + start - rank * size, start, start + length))
+    return spans
+
+
+def split_evenly(position: int, numel: int, world_size: int) -> list[Span]:
+    """Cut a parameter itself into equal parts, the last ones shorter or empty (ZeRO 3).
+
+    Example:
+        >>> [(span.rank, span.position, span.start, span.stop) for span in split_evenly(10, 5, 3)]
+        [(0, 10, 0, 2), (1, 10, 2, 4), (2, 10, 4, 5)]
+    """
+    part = math.ceil(numel / world_size)
+    held = [cut_range(0, numel, low=rank * part, high=(rank + 1) * part) for rank in range(world_size)]
+    return [
+        Span(rank, position, start, start + length) for rank, (start, length) in enumerate(held) if length
+    ]
+
+
+def pieces_of_range(source: FileTensor, position: int, outer: Box, start: int, stop: int) -> list[Piece]:
+    """Say where the elements of a box lie, of which `source` holds a range.
+
+    Args:
+        source: A contiguous tensor in a file.
+        position: Index in it of the first element of the range.
+        outer: A box of the logical tensor; the range is one of its elements in row-major order.
+        start: First element of the range.
+        stop: One past its last element.
+
+    Raises:
+        CheckpointError: The tensor in the file ends before the range does.
+    """
+    if position + stop - start > source.numel or not source.is_contiguous:
+        raise CheckpointError(
+            f"a tensor of '{source.path}' has {source.numel} elements, expected at least "
+            f"{position + stop - start} without gaps.",
+            remedy="The files of this checkpoint do not belong together; restore them from a backup.",
+        )
+    pieces = []
+    at = source.start + position * source.dtype.itemsize
+    for inner in boxes_of_range(outer.size, start, stop):
+        offset = tuple(a + b for a, b in zip(outer.offset, inner.offset, strict=True))
+        nbytes = inner.numel * source.dtype.itemsize
+        pieces.append(Piece(Box(offset, inner.size), str(source.path), at, nbytes))
+        at += nbytes
+    return pieces
+
+
+def as_step(value: Any) -> Any:
+    """A number of steps as torch's optimizers keep it; other programs' count with an int."""
+    return torch.tensor(float(value)) if isinstance(value, int) else value
+
+
+def add_shared_state(contents: Contents, key: str, value: Any, values: dict[str, Any]) -> None:
+    """Add optimizer state that all elements of a parameter share, such as the number of steps.
+
+    Args:
+        contents: The contents that tensors are added to.
+        key: Their logical name.
+        value: The state.
+        values: The dict that everything else is added to.
+    """
+    name = key.rpartition(".")[2]
+    value = as_step(value) if name == "step" else value
+    if isinstance(value, TENSORS):
+        contents.add(key, value)
+    else:
+        values[name] = value

@@ -1,0 +1,129 @@
+"""Budgets of memory and rates of transfer.
+
+What a rank may use and how fast it is: budgets from options or the machine, rates from its figures.
+
+The figures are measured once for the machine by `nnx_core.calibration`. All ranks of a world use rank 0's
+and the smallest of their budgets, so that they make the same plan.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nnx_base.ranks import all_gather_object, control_group
+from nnx_colossalai.device import Device, HostDevice, host_memory
+from nnx_colossalai.plan.spec import RankResources, Rates
+from nnx_core.calibration import GroupCommunicator, calibrated
+from nnx_core.machine.hardware import Hardware, sent_share
+
+_HOST_SHARE = 0.9
+
+
+_CGROUP = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def resources(
+    device: Device[Any],
+    *,
+    host_bytes: int | None = None,
+    local_world_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    group: dist.ProcessGroup | None = None,
+    rates: Rates | None = None,
+) -> RankResources:
+    """Budgets and rates of this world: those of `rates`, else measured once for the machine. Collective.
+
+    A simulated device is not measured: its copies say nothing of a machine, and plans on it must repeat.
+
+    Args:
+        device: The device of this rank; its capacity is its budget.
+        host_bytes: Budget of this rank in host memory; None: its share of what is free.
+        local_world_size: Ranks that share the host.
+        dtype: The dtype that forward and backward compute in.
+        group: All ranks; None in a single process.
+        rates: The rates to use instead of measuring.
+    """
+    control = control_group() if group is not None else None
+    if rates is None:
+        real = isinstance(device, HostDevice) or device.torch_device.type != "cpu"
+        rates = _measured(device, dtype, group, control) if real else Rates()
+    host = available_host_bytes(local_world_size) if host_bytes is None else host_bytes
+    budgets = all_gather_object((device.capacity, host), control)
+    return RankResources(
+        device_bytes=min(one for one, _ in budgets),
+        host_bytes=min(other for _, other in budgets),
+        **asdict(rates),
+    )
+
+
+def _measured(
+    device: Device[Any],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    control: dist.ProcessGroup | None,
+) -> Rates:
+    figures = calibrated(
+        GroupCommunicator(group),
+        device.torch_device,
+        group=control,
+        room=None if device.torch_device.type == "cpu" else max(device.capacity - device.used, 0) // 4,
+    )
+    return rates_of(figures, dtype, ranks=1 if group is None else dist.get_world_size(group))
+
+
+def rates_of(figures: Hardware, dtype: torch.dtype, *, ranks: int) -> Rates:
+    """The rates that a plan counts with.
+
+    Args:
+        figures: The figures of the machine.
+        dtype: The dtype that forward and backward compute in.
+        ranks: Number of ranks; a single one gathers nothing, and keeps the default.
+    """
+    collective = Rates().collective
+    if ranks > 1:
+        collective = sent_share("all_gather", ranks) / figures.link(ranks).throughput("all_gather", ranks)
+    return Rates(
+        to_device=figures.to_device,
+        to_host=figures.to_host,
+        host_step=1 / figures.host_update,
+        device_step=1 / figures.fused_update,
+        collective=collective,
+        flops=figures.flops(str(dtype).removeprefix("torch.")),
+    )
+
+
+def available_host_bytes(local_world_size: int = 1) -> int:
+    """A rank's share of the host memory that is free, with some left for everything else.
+
+    Memory that only caches files counts as free, and the limit of a container as the size of the machine.
+
+    Example:
+        >>> 0 < available_host_bytes(2) < available_host_bytes()
+        True
+    """
+    free = min(_free_of_machine(), _free_of_container(), host_memory())
+    return max(int(free * _HOST_SHARE) // local_world_size, 1)
+
+
+def _free_of_machine() -> int:
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return host_memory()
+
+
+def _free_of_container() -> int:
+    for limit, used in _CGROUP:
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            return max(int(Path(limit).read_text()) - int(Path(used).read_text()), 1)
+    return host_memory()

@@ -1,0 +1,323 @@
+"""Tensors that a step keeps for its backward.
+
+What one step keeps and computes, found without memory: a forward and a backward on tensors that have none.
+
+The measuring run leaves the module as it was, and never fails: where a model cannot be run so, it
+says why and reports nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nnx_colossalai._torch_compat import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    flops_of,
+    tree_leaves,
+    tree_map,
+)
+from nnx_colossalai.chunks.units import FoundUnit
+from nnx_core.errors import UnsupportedError
+from nnx_core.random_state import forked
+from nnx_core.view.python_state import PythonState
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What one step of a model keeps and computes on one rank.
+
+    Attributes:
+        activation_bytes: By unit, what its forward makes and keeps for the backward. What is recomputed is
+            not in it, as its memory is not.
+        flops: The floating point operations of forward and backward, by unit.
+        temporary_bytes: The most that was there beyond all activations, gradients of weights apart.
+        used_outside: Names of units whose weights were used while their module did not run: they cannot be
+            units.
+        note: Why there is nothing, where the model could not be run; else empty.
+    """
+
+    activation_bytes: Mapping[str, int] = field(default_factory=dict)
+    flops: Mapping[str, int] = field(default_factory=dict)
+    temporary_bytes: int = 0
+    used_outside: frozenset[str] = frozenset()
+    note: str = ""
+
+
+def probe(
+    units: Sequence[FoundUnit],
+    call: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    working: torch.dtype | None = None,
+    mixed: bool = False,
+) -> Probe:
+    """Run a step of the root's units without memory, and see what it keeps and computes.
+
+    Args:
+        units: All units of the model; the last is the root's.
+        call: The root, a submodule of it, or a function that calls it; what it returns is differentiated.
+        args: Positional arguments of the call. Tensors may be anywhere, also on the meta device.
+        kwargs: Keyword arguments of the call.
+        device: Whose operators are used: a GPU's need fewer temporaries than a CPU's.
+        working: Dtype of the weights that forward and backward compute with; None keeps the module's own.
+        mixed: True if autocast to `working` is on.
+
+    Example:
+        >>> from nnx_colossalai.chunks.units import find_units
+        >>> model = nn.Sequential(nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 400))
+        >>> found = probe(find_units(model), model, [torch.ones(16, 400)])
+        >>> found.activation_bytes["2"], found.activation_bytes[""]  # the output; the input and the ReLU's
+        (25600, 51200)
+    """
+    root, place = units[-1].module, torch.device(device)
+    other = None if mixed else working
+    try:
+        with torch.inference_mode(False), restored(root), FakeTensorMode(allow_non_fake_inputs=True):
+            weights = stand_in_weights(root, place, parameters=working, buffers=other)
+            tracker = _Tracker(units, weights)
+            arguments, keywords = inputs_of((list(args), dict(kwargs or {})), place, other)
+            for value in tree_leaves((arguments, keywords)):
+                tracker.note_made(value)
+            with tracker.following(), torch.enable_grad():
+                with torch.autocast(place.type, dtype=working, enabled=mixed):
+                    output = call(*arguments, **keywords)
+                tracker.forward_ended()
+                _backward(output)
+            return tracker.result()
+    except Exception as error:  # any model's own code runs here
+        reason = str(error).strip().partition("\n")[0]
+        return Probe(note=f"activations are not counted: {type(error).__name__}: {reason}")
+
+
+def _backward(output: Any) -> None:
+    ends = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if ends:  # in this thread, where the modes are: backward on a card would run in another one
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+
+
+class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows every tensor that operators make, from its making to its end.
+
+    Args:
+        units: The units of the model.
+        weights: The parameters in it, by the ids of those that the units name.
+    """
+
+    def __init__(self, units: Sequence[FoundUnit], weights: Mapping[int, nn.Parameter]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._units = units
+        self._running = [""]
+        self._inside: Counter[str] = Counter({"": 1})
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        self._events: list[tuple[int, int]] = []  # number of the storage, bytes that came or went
+        self._made_in: list[str] = []
+        self._gradients: set[int] = set()
+        self._forward_flops: Counter[str] = Counter()
+        self._backward_flops = 0
+        self._forward_events: int | None = None
+        self._used_outside: set[str] = set()
+        self._unit_of = {
+            id(weights[id(parameter)].untyped_storage()): unit.name
+            for unit in units
+            for parameter in unit.parameters.values()
+        }
+        self._weights = list(weights.values())
+        self._buffers = [buffer.untyped_storage() for buffer in units[-1].module.buffers()]
+        self._there = {*self._unit_of, *map(id, self._buffers)}
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow what runs in the block, and which unit runs. Its hooks go with the module's restoring."""
+        for unit in self._units[:-1]:
+            unit.module.register_forward_pre_hook(self._entering(unit.name), prepend=True)
+            unit.module.register_forward_hook(self._leaving(unit.name), always_call=True)
+        for weight in self._weights:
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(self._gradient_is_done)  # type: ignore[no-untyped-call]
+        with self:
+            yield
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self._running.append(name)
+            self._inside[name] += 1
+
+        return hook
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self._running.pop()
+            self._inside[name] -= 1
+
+        return hook
+
+    def _gradient_is_done(self, weight: Tensor) -> None:
+        """Weights' gradients are counted elsewhere: they go to masters at once, or stay as gradients."""
+        if weight.grad is not None:
+            number = weight.grad.untyped_storage().__dict__.get("nnx_number")
+            if number is not None:
+                self._gradients.add(number)
+            weight.grad = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
+            raise RuntimeError("it communicates with other ranks")
+        result = func(*args, **kwargs)
+        flops = flops_of(func, args, kwargs, result)
+        if self._forward_events is None:
+            self._forward_flops[self._running[-1]] += flops
+            for value in tree_leaves((args, kwargs)):
+                self._note_use(value)
+        else:
+            self._backward_flops += flops
+        for value in tree_leaves(result):
+            self.note_made(value)
+        return result
+
+    def _note_use(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            unit = self._unit_of.get(id(value.untyped_storage()))
+            if unit is not None and not self._inside[unit]:
+                self._used_outside.add(unit)
+
+    def note_made(self, value: Any) -> None:
+        """Count a tensor's memory from now on, if it is one that is not counted yet."""
+        if not isinstance(value, Tensor):
+            return
+        storage = value.untyped_storage()
+        key = id(storage)
+        if key in self._there or key in self._storages:
+            return
+        number, size = len(self._made_in), storage.nbytes()
+        self._made_in.append(self._running[-1])
+        self._events.append((number, size))
+
+        def gone(_: Any) -> None:
+            self._events.append((number, -size))
+            self._storages.pop(key, None)
+
+        self._storages[key] = weakref.ref(storage, gone)
+        storage.__dict__["nnx_number"] = number
+
+    def forward_ended(self) -> None:
+        """What is there now is kept for the backward."""
+        self._forward_events = len(self._events)
+
+    def result(self) -> Probe:
+        """What was seen."""
+        kept: Counter[str] = Counter()
+        for number, size in self._events[: self._forward_events]:
+            kept[self._made_in[number]] += size
+        now = most = 0
+        for number, size in self._events:
+            now += 0 if number in self._gradients else size
+            most = max(most, now)
+        forward = sum(self._forward_flops.values())
+        factor = 1 + (self._backward_flops / forward if forward else 0)
+        return Probe(
+            activation_bytes={unit.name: kept[unit.name] for unit in self._units},
+            flops={unit.name: round(self._forward_flops[unit.name] * factor) for unit in self._units},
+            temporary_bytes=max(most - sum(kept.values()), 0),
+            used_outside=frozenset(self._used_outside),
+        )
+
+
+# Tensors without memory in place of a module's own, for a run that must leave nothing behind.
+#
+# Owns the exchange and its undoing: parameters, buffers, attributes, hooks and random states are as before.
+
+
+_LOGGERS = ("log", "log_dict")
+"""Of a LightningModule."""
+
+
+@contextmanager
+def restored(root: nn.Module) -> Iterator[None]:
+    """Put back what a run changes: modules, the state of Python that their code reaches, and random states.
+
+    What the run logs is dropped, for Trainer would keep it outside of the module.
+
+    Raises:
+        UnsupportedError: The code may go on with a generator of Python, which cannot be put back.
+    """
+    state = PythonState(root)
+    if state.generators:
+        raise UnsupportedError(f"the forward may go on with {state.generators[0]!r}, a generator of Python.")
+    modules = [vars(module) for module in root.modules()]
+    dicts = [held for space in modules for held in space.values() if isinstance(held, dict)]
+    saved = [(held, dict(held)) for held in (*modules, *dicts)]
+    for module in root.modules():
+        if all(callable(getattr(type(module), name, None)) for name in _LOGGERS):
+            vars(module).update(dict.fromkeys(_LOGGERS, _ignore))
+    with forked(), state.contents_restored():
+        try:
+            yield
+        finally:
+            for held, before in saved:
+                held.clear()
+                held.update(before)
+            state.put_back()
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """Log nothing."""
+
+
+def stand_in_weights(
+    root: nn.Module, device: torch.device, *, parameters: torch.dtype | None, buffers: torch.dtype | None
+) -> dict[int, nn.Parameter]:
+    """Exchange every parameter and buffer for one without memory. Call it within `restored` and a fake mode.
+
+    Args:
+        root: The module.
+        device: The device that they are said to be on.
+        parameters: Dtype of floating parameters; None keeps theirs.
+        buffers: Dtype of floating buffers.
+
+    Returns:
+        The new parameters, by the id of the old ones.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    empty = _empty_like(parameter, device, parameters)
+                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = _empty_like(buffer, device, buffers)
+        if isinstance(module, nn.RNNBase):  # they are in a list too
+            names = [name for names in module._all_weights for name in names]
+            vars(module)["_flat_weights"] = [module._parameters.get(name) for name in names]
+    return made
+
+
+def inputs_of(values: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Tensors without memory in place of those in a structure of arguments."""
+
+    def stand_in(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return _empty_like(value, device, dtype).requires_grad_(value.requires_grad)
+
+    return tree_map(stand_in, values)
+
+
+def _empty_like(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=wanted, device=device)

@@ -1,0 +1,307 @@
+"""Build the user's class from the hyperparameters of a checkpoint.
+
+This follows Lightning's rules: hyper-parameters saved by ``save_hyperparameters`` are the arguments, or
+one argument if they were saved under a name; what the caller passes wins; what ``__init__`` does not take
+is left out.
+
+Without trust nothing is imported, looked up or called because a checkpoint names it: a class gets plain
+data, converted to the types that its own ``__init__`` declares. With trust the allowed names are
+imported, by jsonargparse, as LightningCLI does.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import types
+from collections.abc import Collection, Mapping, MutableMapping
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from torch import nn
+
+from nnx_core.errors import CheckpointError, OptionError
+from nnx_core.lightning.compat import instantiate_from_config
+
+Trust = bool | Collection[str]
+"""True: everything that a checkpoint names may be imported and called; else the names that may."""
+
+
+_ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+
+_INSTANTIATORS = tuple(f"{root}.cli.instantiate_module" for root in _ROOTS.values())
+
+
+_CLASS_PATHS = ("class_path", "_class_path")
+
+
+_PLAIN = (str, int, float, bool, complex, bytes, type(None), list, dict, tuple, set, frozenset)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a class is to Lightning.
+
+    Attributes:
+        root: Root of the copy of Lightning it belongs to; empty for a plain ``nn.Module``.
+        is_module: True if it is a LightningModule.
+        is_data_module: True if it is a LightningDataModule.
+    """
+
+    root: str = ""
+    is_module: bool = False
+    is_data_module: bool = False
+
+
+def kind_of(cls: Any) -> Kind:
+    """Find out what a class is.
+
+    Raises:
+        OptionError: It is neither a module nor a data module.
+    """
+    for base in cls.__mro__ if isinstance(cls, type) else ():
+        root = _ROOTS.get(base.__module__.partition(".")[0])
+        if root and base.__name__ in ("LightningModule", "LightningDataModule"):
+            return Kind(root, base.__name__ == "LightningModule", base.__name__ == "LightningDataModule")
+    if isinstance(cls, type) and issubclass(cls, nn.Module):
+        return Kind()
+    raise OptionError(
+        f"{cls!r} cannot be loaded from a checkpoint.",
+        remedy="Pass a class: a LightningModule, a LightningDataModule or an nn.Module.",
+    )
+
+
+def build(
+    cls: Any,
+    kind: Kind,
+    content: dict[str, Any],
+    given: Mapping[str, Any],
+    *,
+    source: str,
+    trust: Trust = False,
+) -> Any:
+    """Make an object of a class.
+
+    Args:
+        cls: The class.
+        kind: The kind of class that it is to Lightning.
+        content: Lightning's dict; its hyper-parameters are updated with `given`, for hooks to see.
+        given: Arguments of the caller's.
+        source: The checkpoint's path, for messages.
+        trust: The names in the checkpoint that may be imported and called.
+
+    Raises:
+        CheckpointError: An argument is missing, the checkpoint names what is not trusted, or the class
+            raises an error.
+    """
+    arguments = _arguments(cls, content, given) if kind.root else dict(given)
+    instantiator = arguments.pop("_instantiator", None)
+    if instantiator is not None:
+        if instantiator not in _INSTANTIATORS:
+            raise _unbuildable(cls, source, f"its instantiator {instantiator!r} is not Lightning's own")
+        if trust is not False:
+            return _instantiate(cls, kind, arguments, given, source, trust)
+        arguments = _plain_arguments(cls, arguments, given, source)
+    parameters = inspect.signature(cls).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        arguments = {name: value for name, value in arguments.items() if name in parameters}
+    _require_arguments(cls, arguments, source)
+    try:
+        return cls(**arguments)
+    except Exception as error:  # whatever the class raises
+        raise _unbuildable(cls, source, f"{type(error).__name__}: {error}") from error
+
+
+def _arguments(cls: Any, content: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a checkpoint as arguments of a class."""
+    saved = content.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    if not isinstance(saved, MutableMapping):
+        raise CheckpointError(
+            f"'{cls.CHECKPOINT_HYPER_PARAMS_KEY}' of the checkpoint is a {type(saved).__name__}, no mapping "
+            f"of names to arguments of {cls.__name__}.",
+            remedy="Remove it from the checkpoint, and pass the arguments to `load_from_checkpoint`.",
+        )
+    saved.update(given)
+    made_of = content.get(cls.CHECKPOINT_HYPER_PARAMS_TYPE)
+    name = content.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)
+    if name and name in inspect.signature(cls).parameters:
+        whole = made_of(saved) if callable(made_of) else saved
+        return {**dict(given), name: whole}
+    return dict(saved)
+
+
+def _require_arguments(cls: Any, arguments: Mapping[str, Any], source: str) -> None:
+    missing = [
+        name
+        for name, parameter in inspect.signature(cls).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and name not in arguments
+    ]
+    if missing:
+        raise CheckpointError(
+            f"cannot build {cls.__name__} from '{source}': the checkpoint holds no hyper-parameter "
+            f"{', '.join(map(repr, missing))}.",
+            remedy=f"Pass it, as in `nnx.load_from_checkpoint({cls.__name__}, path, {missing[0]}=...)`; "
+            "`self.save_hyperparameters()` in `__init__` saves it with the next checkpoint.",
+        )
+
+
+def _instantiate(
+    cls: Any, kind: Kind, arguments: dict[str, Any], given: Mapping[str, Any], source: str, trust: Trust
+) -> Any:
+    """Build what LightningCLI built, whose hyper-parameters are a configuration with names in it."""
+    if not isinstance(trust, bool):
+        allowed = {trust} if isinstance(trust, str) else set(trust)
+        stored = {name: value for name, value in arguments.items() if name not in given}
+        _refuse_names(cls, {n: v - allowed for n, v in _names_in(cls, stored).items() if v - allowed}, source)
+    try:
+        return instantiate_from_config(kind.root, cls, arguments)
+    except Exception as error:  # whatever jsonargparse or the class raises
+        raise _unbuildable(cls, source, f"{type(error).__name__}: {error}") from error
+
+
+class _NotPlainError(Exception):
+    """A value stands for something that plain data cannot give."""
+
+
+def _plain_arguments(
+    cls: Any, arguments: dict[str, Any], given: Mapping[str, Any], source: str
+) -> dict[str, Any]:
+    """The stored hyper-parameters as the types that the class declares; the caller's are left alone."""
+    hints, plain, refused = _hints(cls), {}, {}
+    for name, value in arguments.items():
+        if name == "_class_path":
+            if value != f"{cls.__module__}.{cls.__qualname__}":
+                refused[name] = {str(value)}
+            continue
+        try:
+            plain[name] = value if name in given else _converted(value, hints.get(name, Any))
+        except _NotPlainError:
+            refused[name] = _names(value) or {str(value)}
+    _refuse_names(cls, refused, source)
+    return plain
+
+
+def _converted(value: Any, annotation: Any) -> Any:  # noqa: PLR0911 - one line for each kind of annotation
+    """Plain data as a declared type.
+
+    Raises:
+        _NotPlainError: The type is a class or a callable, or the data name one.
+    """
+    if value is None or annotation in (Any, object):
+        return _without_class_paths(value)
+    origin, inner = get_origin(annotation) or annotation, get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return _converted_to_one_of(value, inner)
+    if origin is Literal and value in inner:
+        return value
+    if origin in (list, tuple, set, frozenset) and isinstance(value, (list, tuple, set, frozenset)):
+        each = [_converted(item, _item_type(inner, index)) for index, item in enumerate(value)]
+        return origin(each)
+    if not isinstance(origin, type):
+        raise _NotPlainError
+    if issubclass(origin, enum.Enum) and value in origin.__members__:
+        return origin[value]
+    if issubclass(origin, Path) and isinstance(value, str):
+        return Path(value)
+    if is_dataclass(origin) and isinstance(value, Mapping) and set(value) <= set(hints := _hints(origin)):
+        return origin(**{name: _converted(item, hints.get(name, Any)) for name, item in value.items()})
+    if issubclass(origin, (*_PLAIN, Mapping)) or (origin is Collection and not isinstance(value, str)):
+        return _without_class_paths(value)
+    raise _NotPlainError
+
+
+def _converted_to_one_of(value: Any, annotations: Collection[Any]) -> Any:
+    for annotation in annotations:
+        try:
+            converted = _converted(value, annotation)
+        except _NotPlainError:
+            continue
+        if not isinstance(annotation, type) or isinstance(converted, annotation):
+            return converted
+    raise _NotPlainError
+
+
+def _item_type(inner: tuple[Any, ...], index: int) -> Any:
+    """What a container declares of one item: ``list[X]``, ``tuple[X, ...]`` and ``tuple[X, Y]``."""
+    if not inner:
+        return Any
+    return inner[index] if Ellipsis not in inner and index < len(inner) else inner[0]
+
+
+def _without_class_paths(value: Any) -> Any:
+    """Data in which nothing names a class, as they are."""
+    items = value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping) and any(key in value for key in _CLASS_PATHS):
+        raise _NotPlainError
+    if isinstance(value, (Mapping, list, tuple, set, frozenset)):
+        for item in items:
+            _without_class_paths(item)
+    return value
+
+
+def _names_in(cls: Any, stored: Mapping[str, Any]) -> dict[str, set[str]]:
+    """By parameter, what jsonargparse may import because the checkpoint names it."""
+    hints, found = _hints(cls), {}
+    for name, value in stored.items():
+        if name == "_class_path":
+            found[name] = {str(value)}
+            continue
+        try:
+            _converted(value, hints.get(name, Any))
+            if isinstance(value, str) and hints.get(name, Any) is not str:
+                _refuse_structure(value)
+        except _NotPlainError:
+            found[name] = _names(value) or {str(value)}
+    return found
+
+
+def _refuse_structure(text: str) -> None:
+    """Jsonargparse reads YAML in strings, and there may be a class path in it."""
+    if any(sign in text for sign in "{}[]\n") or ": " in text:
+        raise _NotPlainError
+
+
+def _names(value: Any) -> set[str]:
+    """Everything in a configuration that may be a name to import: class paths, and strings with a dot."""
+    if isinstance(value, str):
+        return {value}
+    if isinstance(value, Mapping):
+        own = {str(value[key]) for key in _CLASS_PATHS if key in value}
+        inner = [_names(item) for key, item in value.items() if key not in _CLASS_PATHS]
+        return own | {name for names in inner for name in names if "." in name or not own}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return {name for item in value for name in _names(item)}
+    return set()
+
+
+def _hints(cls: Any) -> dict[str, Any]:
+    """What the class declares of its arguments; nothing where a declaration cannot be evaluated."""
+    try:
+        return get_type_hints(cls.__init__)
+    except Exception:  # whatever the names in an annotation raise
+        return {}
+
+
+def _refuse_names(cls: Any, refused: Mapping[str, Collection[str]], source: str) -> None:
+    if not refused:
+        return
+    named = "; ".join(f"{name!r} names {', '.join(sorted(map(repr, of)))}" for name, of in refused.items())
+    all_names = sorted({name for of in refused.values() for name in of})
+    raise CheckpointError(
+        f"cannot build {cls.__name__} from '{source}': its hyper-parameters name what would have to be "
+        f"imported or called: {named}.",
+        remedy=f"Pass the objects (`{next(iter(refused))}=...`), or, if you trust whoever wrote it, "
+        f"`nnx.load_from_checkpoint({cls.__name__}, path, trust={all_names!r})`; trust=True allows all.",
+    )
+
+
+def _unbuildable(cls: Any, source: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"cannot build {cls.__name__} with the hyper-parameters in '{source}': {why}.",
+        remedy=f"Check that it is the class that was saved, or pass other values: "
+        f"`nnx.load_from_checkpoint({cls.__name__}, path, name=value)`.",
+    )

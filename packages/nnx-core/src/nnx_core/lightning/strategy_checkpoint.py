@@ -1,0 +1,309 @@
+"""Checkpoints of nnx's own strategies: all ranks save and load their shards.
+
+Saving is collective and moves handles; loading opens the checkpoint first, so that hooks see it, and reads
+each rank's part afterwards. Every step that can fail on one rank fails on all of them alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import nnx_checkpoint as storage
+from nnx_base.ranks import all_gather_object, control_group, gather_object, rank_and_size, together
+from nnx_base.shard import Shard
+from nnx_checkpoint.reading.loading import load_model
+from nnx_checkpoint.reading.naming import (
+    RANKS,
+    LazyStateDict,
+    StoredRanks,
+    collect,
+    numbered_optimizer_state,
+    numbers_parameters,
+    positional_optimizer_state,
+    stored_objects,
+    stored_optimizer_states,
+)
+from nnx_checkpoint.reading.state import as_state_dict, is_extra_state
+from nnx_checkpoint.storage.locations import place_of
+from nnx_core.backend import Backend
+from nnx_core.errors import CheckpointError
+from nnx_core.lightning.checkpoint import (
+    CheckpointIO,
+    has_logical_names,
+    innermost_checkpoint_io,
+    load_single_file,
+    refuse_storage_options,
+    settle_together,
+)
+from nnx_core.lightning.compat import WeightsOnDisk
+from nnx_core.lightning.routing import unwrap_optimizer
+
+
+def module_state_dict(backend: Backend[Any], module: nn.Module) -> dict[str, Any]:
+    """A module's state dict as handles on this rank's shards; tied names share one handle. Collective."""
+    backend.sync_buffers(module)
+    return as_state_dict(backend.model_state(module))
+
+
+def save_lightning_checkpoint(
+    strategy: Any,
+    checkpoint: dict[str, Any],
+    path: Any,
+    storage_options: Any,
+    *,
+    own: dict[str, Any] | None = None,
+) -> None:
+    """Save Lightning's dict through the strategy's CheckpointIO. Collective.
+
+    With `nnx.CheckpointIO` every rank writes its shards. Any other IO gets complete tensors, gathered to
+    rank 0, so that a plain ``.ckpt`` file can be had from every strategy.
+
+    Args:
+        strategy: Whose checkpoint it is.
+        checkpoint: Lightning's dict.
+        path: The path to write to.
+        storage_options: Options for an IO that is not ours.
+        own: The state that this rank alone has to save, such as its random state; all ranks have it or none.
+    """
+    io = strategy.checkpoint_io
+    checkpoint, entries = split_rank_entries(checkpoint)
+    if own is not None and entries:
+        own = {**own, _ENTRIES: entries}
+    if isinstance(io, CheckpointIO):
+        refuse_storage_options(storage_options)
+        rest = dict(checkpoint)
+        saved = collect(rest.pop("state_dict", None), rest.pop("optimizer_states", None), rest)
+        saved.rank_objects = own
+        io.save_sharded(saved, path, provenance=_provenance(strategy))
+        return
+    full = _gather_tree(checkpoint, {})
+    if own is not None:
+        full[RANKS] = gather_object(own, control_group())
+    with together(control_group(), doing=f"saving {str(path)!r}"):
+        if strategy.is_global_zero:
+            states = full.get("optimizer_states", ())
+            if states:
+                named = innermost_checkpoint_io(io) is not None
+                full["optimizer_states"] = [numbered_optimizer_state(s, keep_names=named) for s in states]
+            io.save_checkpoint(full, path, storage_options=storage_options)
+
+
+_ENTRIES = "entries"
+"""Among what each rank saves for itself: entries of the state dict that every rank has of its own."""
+
+
+def split_rank_entries(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Find what differs between ranks, as the states of metrics do. Collective.
+
+    Args:
+        checkpoint: Lightning's dict.
+
+    Returns:
+        The same, with the values of rank 0 only, as ``ddp`` saves it; and this rank's values.
+    """
+    kept = dict(checkpoint)
+    model: Any = kept.get("state_dict")
+    found = {
+        name: value.data[0] if isinstance(value, Shard) else value
+        for name, value in (model.items() if isinstance(model, Mapping) else ())
+        if (value.is_copy and value.is_whole if isinstance(value, Shard) else not is_extra_state(name))
+    }
+    ranks = all_gather_object({name: _digest(value) for name, value in found.items()}, control_group())
+    own = {name: value for name, value in found.items() if len({r.get(name) for r in ranks}) > 1}
+    if own and rank_and_size(control_group())[0] != 0:
+        empty = {name: replace(v, boxes=(), data=()) for name, v in model.items() if isinstance(v, Shard)}
+        kept["state_dict"] = {name: empty.get(name, v) if name in own else v for name, v in model.items()}
+    return kept, own
+
+
+def _digest(value: Any) -> str:
+    """Equal for equal values."""
+    if isinstance(value, Tensor):
+        data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
+    if isinstance(value, (list, tuple)):
+        return f"[{' '.join(_digest(item) for item in value)}]"
+    return repr(value)
+
+
+def take_rank_entries(checkpoint: Mapping[str, Any], rank: int, size: int) -> None:
+    """Put what this rank had of its own into the state dict, if as many ranks saved. Collective.
+
+    Args:
+        checkpoint: Lightning's dict.
+        rank: The rank of this process.
+        size: The number of processes.
+    """
+    ranks = checkpoint.get(RANKS, ())
+    with together(control_group(), doing="reading what each rank had of the model"):
+        entries = ranks[0].get(_ENTRIES, {}) if len(ranks) > 0 else {}
+        if entries and len(ranks) == size:
+            checkpoint["state_dict"].update(ranks[rank][_ENTRIES])
+        elif entries:
+            rank_zero_warn(
+                f"Each of the {len(ranks)} ranks that saved had its own {', '.join(entries)[:200]}: "
+                f"all {size} ranks of this run get what rank 0 had."
+            )
+
+
+def _provenance(strategy: Any) -> dict[str, Any]:
+    return {
+        "strategy": strategy.name,
+        "world_size": strategy.backend.context.world_size,
+        "torch": torch.__version__,
+        "lightning": _lightning_version(strategy),
+        "nnx": version("nnx-core"),
+    }
+
+
+def _lightning_version(strategy: Any) -> str:
+    distribution: str = strategy.root.partition(".")[0]
+    return version(distribution)
+
+
+def _gather_tree(value: Any, seen: dict[int, Tensor | None]) -> Any:
+    """Replace every shard in a tree by the complete tensor on rank 0, and by None elsewhere.
+
+    Args:
+        value: The tree.
+        seen: The replacements of shards, so that tied names go on sharing one tensor.
+    """
+    if isinstance(value, Shard):
+        if id(value) not in seen:
+            seen[id(value)] = gather_full(value)
+        return seen[id(value)]
+    if isinstance(value, dict):
+        return {key: _gather_tree(item, seen) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(_gather_tree(item, seen) for item in value)
+    return value
+
+
+def gather_full(shard: Shard, *, everywhere: bool = False) -> Any:
+    """The complete tensor in host memory, on rank 0 or `everywhere`; None on other ranks. Collective."""
+    pieces = [(box, view.detach().cpu()) for box, view in zip(shard.boxes, shard.data, strict=True)]
+    gather = all_gather_object if everywhere else gather_object
+    parts = gather(pieces, control_group())
+    if parts is None:
+        return None
+    full = torch.empty(shard.shape, dtype=shard.dtype)
+    for part in parts:
+        for box, piece in part:
+            full[box.slices] = piece
+    return full
+
+
+def open_together(
+    strategy: Any, path: Any, weights_only: bool | None, *, is_for_trainer: bool = False
+) -> storage.Checkpoint | dict[str, Any]:
+    """Open a checkpoint of any format on every rank; if one cannot, none does. Collective.
+
+    Args:
+        strategy: It has the CheckpointIO that knows what nnx does not.
+        path: A checkpoint of any format.
+        weights_only: False executes what the checkpoint brings along.
+        is_for_trainer: True if other keys than the model's may be asked for, which nobody does of a file
+            that Trainer did not write, and the optimizers'.
+
+    Returns:
+        The open checkpoint; of a file of ``torch.save`` that Trainer did not write, and of what only the
+        user's own CheckpointIO knows, the dict that was saved.
+    """
+    io = strategy.checkpoint_io
+    ours = innermost_checkpoint_io(io) is not None
+    settle_together()
+    with together(control_group(), doing=f"opening {str(path)!r}"):
+        if ours or place_of(path).kind() == "directory":
+            stored = storage.open_checkpoint(path, weights_only=weights_only is not False)
+            is_understood = is_for_trainer or has_logical_names(stored)
+            return stored if is_understood else load_single_file(path, None, weights_only)
+        loaded: dict[str, Any] = io.load_checkpoint(path, weights_only=weights_only)
+        return loaded
+
+
+def load_lightning_checkpoint(strategy: Any, path: Any, weights_only: bool | None) -> dict[str, Any]:
+    """Open a checkpoint as Lightning's dict; its ``state_dict`` stays on disk until used. Collective."""
+    opened = open_together(strategy, path, weights_only, is_for_trainer=True)
+    if isinstance(opened, dict):
+        return opened
+    stored = WeightsOnDisk(opened)
+    # What Trainer insists on, and what others wrote does not have.
+    required = {"pytorch-lightning_version": _lightning_version(strategy), "lr_schedulers": []}
+    checkpoint = {**required, **stored_objects(stored, "trainer")}
+    checkpoint["state_dict"] = LazyStateDict(stored)
+    states = stored_optimizer_states(stored)
+    if states is not None:
+        checkpoint["optimizer_states"] = states
+    ranks = StoredRanks(stored)
+    if len(ranks) > 0:
+        checkpoint[RANKS] = ranks
+    return checkpoint
+
+
+def restore_model(
+    backend: Backend[Any], module: nn.Module, source: Mapping[str, Any], *, strict: bool
+) -> None:
+    """Load a state dict: parameters and buffers in place, the rest by the module's own code. Collective."""
+    load_model(
+        module,
+        backend.model_state(module),
+        source,
+        strict=strict,
+        group=control_group(),
+        device=backend.context.device,
+        filled=lambda: backend.finish_load(module, []),
+    )
+
+
+def restore_optimizers(
+    backend: Backend[Any], module: nn.Module, optimizers: Sequence[Any], saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Fill the state of every optimizer in place, by parameter name. Collective.
+
+    Args:
+        backend: The engine.
+        module: Owner of the parameters.
+        optimizers: The optimizers to restore.
+        saved: One state each: by name as ours, or numbered as torch's own.
+    """
+    if optimizers and not saved:
+        rank_zero_warn(
+            f"The checkpoint holds no optimizer state, as one that was saved without training: "
+            f"{', '.join(type(unwrap_optimizer(each)).__name__ for each in optimizers)} begins anew."
+        )
+        return
+    backend.model_state(module)  # puts back what a forward without a backward, as of a summary, left gathered
+    with together(control_group(), doing="restoring the optimizers"):
+        if len(optimizers) != len(saved):
+            raise CheckpointError(
+                f"this run has {len(optimizers)} optimizers and the checkpoint has {len(saved)}.",
+                remedy="Return the same optimizers from `configure_optimizers` as when it was saved.",
+            )
+        for wrapped, state in zip(optimizers, saved, strict=True):
+            optimizer = unwrap_optimizer(wrapped)
+            backend.load_optimizer_state(module, optimizer, _by_name(backend, module, optimizer, state))
+    backend.finish_load(module, [unwrap_optimizer(optimizer) for optimizer in optimizers])
+
+
+def _by_name(backend: Backend[Any], module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> Any:
+    """A state in torch's own, numbered form gets the names of the parameters at the same positions."""
+    if not numbers_parameters(state):
+        return state
+    groups = backend.optimizer_state(module, optimizer)["param_groups"]  # it may hold its own tensors
+    order = [name for group in groups for name in group["params"]]
+    saved = sum(len(group["params"]) for group in state["param_groups"])
+    if saved != len(order):
+        raise CheckpointError(
+            f"{type(optimizer).__name__} has {len(order)} parameters and the checkpoint has {saved}.",
+            remedy="Build the optimizer as it was when the checkpoint was saved.",
+        )
+    return positional_optimizer_state(state, order)

@@ -1,0 +1,137 @@
+"""FP32 master weights of parameters in half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nnx_core._torch_compat import foreach_copy_
+from nnx_nnscaler.runtime.buckets import assign_buckets, views_like
+
+_GROUP_BYTES = 8 << 20
+"""Parameters that are served together: enough to hide launches, few enough to hold temporary copies of."""
+
+
+class Masters:
+    """Float32 copies of half precision parameters, which an optimizer steps in their place.
+
+    Updates that are small next to the weights would be rounded away otherwise. Parameter objects stay: for
+    the time of a step their data are the copies. A weight that was changed since by anything but a step, an
+    averaging callback say, is taken over.
+
+    Args:
+        parameters: The parameters, of any dtype; those that are not float16 or bfloat16 are left alone.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        halves = [p for p in parameters if p.dtype in (torch.float16, torch.bfloat16)]
+        buckets = assign_buckets(halves, [_GROUP_BYTES])
+        self._groups = [_Group([halves[place] for place in places]) for places in buckets]
+        self.copies: dict[nn.Parameter, Tensor] = {}
+        for group in self._groups:
+            self.copies |= group.copies
+        self._lent: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
+
+    @contextmanager
+    def lent(self, optimizer: Optimizer) -> Iterator[None]:
+        """Within it an optimizer's parameters are their float32 copies, gradients included."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self.copies]
+        self._lend(parameters)
+        try:
+            yield
+        finally:
+            self._take_back(parameters)
+
+    @contextmanager
+    def taken_back(self) -> Iterator[None]:
+        """Within it, inside of `lent`, they are the half precision ones again: for a closure."""
+        parameters = list(self._lent)
+        self._take_back(parameters)
+        try:
+            yield
+        finally:
+            self._lend(parameters)
+
+    @torch.no_grad()
+    def _lend(self, parameters: Sequence[nn.Parameter]) -> None:
+        wanted = set(parameters)
+        for group in self._groups:
+            lent = [parameter for parameter in group.copies if parameter in wanted]
+            if lent:
+                group.take_over()
+            gradients = _in_float32([parameter.grad for parameter in lent])
+            for parameter, gradient in zip(lent, gradients, strict=True):
+                self._lent[parameter] = parameter.data, parameter.grad
+                parameter.grad = None
+                parameter.data = self.copies[parameter]
+                parameter.grad = gradient
+
+    @torch.no_grad()
+    def _take_back(self, parameters: Sequence[nn.Parameter]) -> None:
+        wanted = set(parameters)
+        for group in self._groups:
+            lent = [parameter for parameter in group.copies if parameter in wanted]
+            for parameter in lent:
+                half, gradient = self._lent.pop(parameter)
+                parameter.grad = None
+                parameter.data = half
+                parameter.grad = gradient
+            group.publish(lent)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Give the parameters the values of their copies, after these were loaded."""
+        for group in self._groups:
+            group.publish(list(group.copies))
+
+
+class _Group:
+    """Parameters of one dtype and device, whose copies lie in one buffer: a few kernels serve all of them.
+
+    Args:
+        parameters: The parameters, about `_GROUP_BYTES` or a single larger one.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._copies = _flat(parameters).float()
+        views = views_like(self._copies, dict(enumerate(parameters)))
+        self.copies = dict(zip(parameters, views.values(), strict=True))
+
+    def take_over(self) -> None:
+        """Let copies become what was written into their parameters by anything but a step."""
+        halves = _flat(list(self.copies))
+        unchanged = self._copies.to(halves.dtype) == halves
+        torch.where(unchanged, self._copies, halves.float(), out=self._copies)
+
+    def publish(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Give some of the parameters the values of their copies."""
+        halves = [parameter.data for parameter in parameters]
+        if halves:
+            foreach_copy_(halves, [self.copies[parameter] for parameter in parameters])
+
+
+def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The elements of parameters of one dtype and device, one after the other; not to be written to."""
+    data = [parameter.data for parameter in parameters]
+    if len(data) == 1 and data[0].is_contiguous():
+        return data[0].view(-1)
+    buffer = data[0].new_empty(sum(tensor.numel() for tensor in data))
+    foreach_copy_(list(views_like(buffer, dict(enumerate(data))).values()), data)
+    return buffer
+
+
+def _in_float32(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Float32 copies of gradients; those that are dense are copied together."""
+    dense = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
+    made = [torch.empty_like(gradient, dtype=torch.float32) for gradient in dense]
+    if dense:
+        foreach_copy_(made, dense)
+    rest = iter(made)
+    return [
+        gradient if gradient is None else gradient.float() if gradient.is_sparse else next(rest)
+        for gradient in gradients
+    ]

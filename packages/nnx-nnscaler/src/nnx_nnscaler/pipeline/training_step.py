@@ -1,0 +1,182 @@
+"""Training steps whose backward runs inside the pipeline."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from nnx_core._torch_compat import tree_leaves, tree_map
+from nnx_core.errors import UnsupportedError
+from nnx_nnscaler.compile.compiler import FixedLayout, ModelCall
+from nnx_nnscaler.compile.programs import Programs
+from nnx_nnscaler.ir.graph import Graph
+from nnx_nnscaler.pipeline.outline import prepare
+from nnx_nnscaler.pipeline.program import PipelineForm, PipelineProgram
+from nnx_nnscaler.trace.effects import refuse_effects
+from nnx_nnscaler.trace.guard import replaced
+from nnx_nnscaler.trace.structure import Refusal, is_constant
+
+_UNSEEN = ...
+"""Stands, in what a program is called with, for a value that the step must not look at."""
+
+
+_REDUCTIONS = {getattr(torch, name): name for name in ("mean", "sum", "max", "min")}
+
+
+# While a step is traced, calls of ``self.log`` become outputs of the graph; after each run they are repeated
+# with the values of the whole batch. A program cannot repeat what asks the Trainer, appends to a list or
+# prints: the user is told why the step runs as it is.
+
+
+class TrainingStep(nn.Module):
+    """A module whose forward is another module's ``training_step``; it is only ever traced.
+
+    Args:
+        module: A LightningModule.
+        forwards: The stand-ins of forwards that it calls.
+    """
+
+    def __init__(self, module: nn.Module, forwards: Programs) -> None:
+        super().__init__()
+        self.module = module
+        self._forwards = forwards
+
+    def forward(self, *batch: Any) -> dict[str, Any]:
+        """The loss, what the step returns, and what it logs."""
+        module: Any = self.module
+        refuse_effects(self, of=type(module))
+        logged: list[dict[str, Any]] = []
+        given = tree_map(lambda leaf: _Unseen() if leaf is _UNSEEN else leaf, batch)
+        with ExitStack() as stack:
+            stack.enter_context(self._forwards.own_forward())
+            stack.enter_context(replaced(module, {"log": _recorder(module, logged)}))
+            stack.enter_context(replaced(torch.autograd, {"grad": _refusing("takes gradients itself")}))
+            stack.enter_context(replaced(builtins, {"print": _refusing("prints")}))
+            returned = module.training_step(*given)
+        loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+        if not isinstance(loss, Tensor) or loss.ndim:
+            raise Refusal("it returns no loss")
+        if not all(isinstance(leaf, Tensor) or leaf is None for leaf in tree_leaves(returned)):
+            raise Refusal("it returns something else than tensors")
+        return {"loss": loss, "returned": returned, "logged": logged}
+
+
+def _refusing(what: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise Refusal(f"it {what}")
+
+    return refuse
+
+
+def _recorder(module: Any, logged: list[dict[str, Any]]) -> Callable[..., None]:
+    """What stands for ``self.log`` in a trace."""
+    signature = inspect.signature(module.log)
+    if not type(module).log.__module__.startswith(("lightning.", "pytorch_lightning.")):
+        raise Refusal("it has a `log` of its own")
+
+    def log(*args: Any, **kwargs: Any) -> None:
+        options = dict(signature.bind(*args, **kwargs).arguments)
+        name, value = options.pop("name"), options.pop("value")
+        if not all(isinstance(leaf, (Tensor, torch.SymInt)) for leaf in tree_leaves(value)):
+            raise Refusal(f"it logs {name!r}, which is no tensor")
+        if "reduce_fx" in options:
+            options["reduce_fx"] = _REDUCTIONS.get(options["reduce_fx"], options["reduce_fx"])
+        for option, given in options.items():
+            if not (is_constant(given) or isinstance(given, torch.SymInt)):
+                raise Refusal(f"it logs {name!r} with {option}={given!r}, which a program cannot keep")
+        logged.append({"name": name, "value": value, "options": options})
+
+    return log
+
+
+_refuse_to_look = _refusing("looks at its batch index, or at a number or text in its batch: others each time")
+
+
+_LOOKS = (
+    *("bool", "int", "float", "complex", "index", "str", "repr", "format", "hash", "len", "iter"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "contains", "getitem", "getattr", "call"),
+    *("neg", "pos", "abs", "invert", "round"),
+    *(f"{side}{name}" for side in ("", "r") for name in ("add", "sub", "mul", "truediv", "floordiv", "mod")),
+    *(f"{side}{name}" for side in ("", "r") for name in ("divmod", "pow", "and", "or", "xor", "lshift")),
+)
+
+
+_Unseen: Any = type(
+    "_Unseen",
+    (),
+    {f"__{name}__": _refuse_to_look for name in _LOOKS} | {"__class__": property(_refuse_to_look)},
+)
+"""Stands for a number or a text that changes from step to step, while a program stays as it is."""
+
+
+@dataclass(frozen=True)
+class StepForm(PipelineForm):
+    """Makes pipelines of steps, where their microbatches can go in turns."""
+
+    def plan(self, graph: Graph, layout: FixedLayout | None) -> Any:  # noqa: D102 # as the base class says
+        plan = super().plan(graph, layout)
+        hindrance = prepare(graph).cut.hindrance
+        if hindrance or not plan.loss:
+            raise UnsupportedError(
+                f"{hindrance or 'its loss is not one number that all samples add up to'}.",
+                remedy="Use pipeline_scheduler='gpipe', which computes the loss for the whole batch.",
+            )
+        return plan
+
+
+def layout_for(root: TrainingStep, forwards: Programs) -> tuple[str, FixedLayout]:
+    """What names of submodules begin with in a step, and how parameters lie by their names there."""
+    prefix = next(name for name, module in root.named_modules() if module is forwards.root)
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    own = dict(forwards.root.named_parameters(remove_duplicate=False))
+    renamed = {name: names[id(parameter)] for name, parameter in own.items()}
+    layout = forwards.layout
+    homes = {renamed[name]: home for name, home in (layout.homes or {}).items()}
+    stored = {renamed[name]: placement for name, placement in layout.stored.items()}
+    return f"{prefix}.", FixedLayout(stored, frozenset(map(renamed.__getitem__, layout.synchronized)), homes)
+
+
+class Steps:
+    """The programs of a module's ``training_step``.
+
+    Args:
+        programs: The programs, whose root is a `TrainingStep`.
+    """
+
+    def __init__(self, programs: Programs) -> None:
+        self.programs = programs
+
+    def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """What a step returns; with the program for it, if there can be one."""
+        root = self.programs.root
+        module: Any = root.module
+        own = getattr(step, "__func__", None) is getattr(type(module), "training_step", _UNSEEN)
+        optimizes = getattr(module, "automatic_optimization", False)
+        if not (own and optimizes and torch.is_grad_enabled()):
+            return step(*args)
+        root.training = module.training
+        given = tree_map(lambda leaf: _UNSEEN if _changes(leaf) else leaf, args)
+        found = self.programs.run(ModelCall(given, {}), lambda: None)
+        if found is None:
+            return step(*args)
+        for one in found["logged"]:
+            module.log(one["name"], one["value"], **one["options"])
+        return found["returned"]
+
+
+def _changes(leaf: Any) -> bool:
+    """Whether something in a batch is likely to be another in the next one."""
+    return isinstance(leaf, (str, int, float, complex)) and not isinstance(leaf, bool)
+
+
+def goes_in_turns(program: Any) -> bool:
+    """Whether a forward's program has to be left to a step to go in turns, and the step may be cut."""
+    is_left = isinstance(program, PipelineProgram) and program.plan.schedule != "gpipe"
+    return is_left and not program.plan.loss and not program.cut.hindrance
