@@ -271,7 +271,6 @@ def _portable(error: Exception | None) -> NnxError | None:
     return NnxError(f"{type(error).__name__}: {error}")
 
 
-# --- rounds ---------------------------------------------------------------------------------------
 # A save is a few rounds: describe, plan, then write and commit. In each, all ranks do something, the
 # coordinator (rank 0 of the group) sees all results and answers each rank. A rank that fails still takes
 # part, so that nobody waits for it, and all ranks raise the same error.

@@ -85,7 +85,6 @@ PRIVATE_NAMES = {
 """The private names of torch that this module uses, and what happens where torch lacks one."""
 
 
-# --- models on tensors without memory -------------------------------------------------------------
 # Running a model on tensors without memory has no public entry point but ``torch.export``, which does not
 # say what a backward keeps.
 
@@ -96,7 +95,6 @@ def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
 
-# --- optimizers -----------------------------------------------------------------------------------
 # What torch's optimizers call themselves.
 
 
@@ -114,7 +112,6 @@ def without_guards() -> Iterator[None]:
         yield
 
 
-# --- FSDP2 and DTensor ----------------------------------------------------------------------------
 # FSDP2 gathers a parameter from one tensor and steps another view of the same memory; chunks need the two
 # apart (16-bit weights here, float32 masters there), which no public option allows. It also has no public
 # way to learn that a unit is about to be gathered for its backward.
@@ -312,9 +309,6 @@ class WaitingDTensor(DTensor):
 
 
 _SLOT = cast(Any, DTensor._local_tensor)
-
-
-# --- torch autograd --------------------------------------------------------------------------------------
 
 
 def accumulator_of(tensor: Tensor) -> Any:

@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 
-# --- steps that run out of device memory ----------------------------------------------------------
 # What happens when a step runs out of device memory: the plan moves down, and the step runs again.
 #
 # It owns the decision whether a step can be repeated so that no number changes, and the words where it
@@ -43,9 +42,6 @@ __all__ = [
 
 T = TypeVar("T")
 log = logging.getLogger("nnx.colossalai")
-
-
-# --- the engine -----------------------------------------------------------------------------------
 
 
 class ColossalAIBackend(Backend[ColossalAIOptions]):
@@ -63,8 +59,6 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         self._states = HiddenStates()
         self._retrying: Retrying | None = None
         self._device: Device[Any] | None = None
-
-    # --- set up -------------------------------------------------------------------------------
 
     def setup(self, context: ParallelContext) -> None:
         """Take the rank's device."""
@@ -170,8 +164,6 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
             self._device.close()
         self._device = None
 
-    # --- step ---------------------------------------------------------------------------------
-
     def run_step(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the step with working weights; out of device memory, with a lower plan again."""
         model = self._models.get(module)
@@ -246,8 +238,6 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
             return super().gradients(optimizer)
         with owner.engine.stepping():
             return super().gradients(optimizer)
-
-    # --- state --------------------------------------------------------------------------------
 
     def written(self, module: nn.Module) -> Mapping[str, int]:
         """What was written into weights that the ranks hold in shards."""

@@ -71,9 +71,6 @@ class ColossalAI(CheckpointFormat):
             return contents.opened(provenance={"format": self.name})
 
 
-# --- files and indexes ------------------------------------------------------------------------------
-
-
 def _directories(place: Path) -> Iterator[Path]:
     yield place
     yield from sorted(child for child in place.iterdir() if child.is_dir())
@@ -139,9 +136,6 @@ def _require_same(index: _Index, shard: Path, wanted: set[str], found: set[str])
             f"{stated if name in wanted else unstated}.",
             remedy="Index and files are of different saves; restore them from a backup.",
         )
-
-
-# --- contents ---------------------------------------------------------------------------------------
 
 
 def _add_model(contents: Contents, index: _Index, weights_only: bool) -> None:

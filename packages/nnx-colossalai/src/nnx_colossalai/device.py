@@ -128,8 +128,6 @@ class Device(ABC, Generic[EventT]):
         """Finish the copies under way and end threads, if any; the device is not used afterwards."""
 
 
-# --- host ------------------------------------------------------------------------------------------------
-#
 # The host as the device: training on CPU.
 #
 # Copies are real and happen at once, in the thread that asks for them, so there is nothing to wait for. It

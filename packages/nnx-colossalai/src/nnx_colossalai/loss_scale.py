@@ -18,7 +18,6 @@ from nnx_core.lightning.namespaces import trainer_tree
 from nnx_core.optimizers.gradients import ParallelGradScaler
 from nnx_core.options import check_choice
 
-# --- the loss scale -------------------------------------------------------------------------------
 # The dynamic loss scale of '16-mixed', with hysteresis, that all ranks agree on and checkpoints keep.
 #
 # It is a `torch.amp.GradScaler`: Lightning's precision plugins scale, unscale, step and save with it as
@@ -118,8 +117,6 @@ class DynamicLossScaler(ParallelGradScaler):
         )
 
 
-# --- loss scale rule -------------------------------------------------------------------------------------
-#
 # When the loss scale grows and backs off: the rule of the historical strategy, on plain numbers.
 #
 # Owns the settings and one update. Never touches tensors; `nnx_colossalai.loss_scale` applies it to a
@@ -214,7 +211,6 @@ class LossScaleRule:
         return LossScaleState(min(state.scale * self.growth_factor, self.max_scale))
 
 
-# --- `ColossalAIPrecision` ------------------------------------------------------------------------
 # `ColossalAIPrecision`: mixed precision for the Trainer under the name that lightning-colossalai gave it.
 #
 # ``Trainer(precision="16-mixed")`` does the same on a GPU and is all that most need. On the CPU Lightning

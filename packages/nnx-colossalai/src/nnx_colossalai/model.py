@@ -50,7 +50,6 @@ __all__ = [
 ]
 
 
-# --- where chunks lie -----------------------------------------------------------------------------
 # Where the chunks of one model lie: what is counted and measured for it, and the plan that all ranks share.
 #
 # It owns the way from options to a plan, and to the next one when optimizers or the device turn out
@@ -111,8 +110,6 @@ class Placing:
     def table(self) -> str:
         """The plan as text."""
         return plan_table(self.spec, self._resources, self.planned)
-
-    # --- what is there ------------------------------------------------------------------------
 
     def _find(self, module: nn.Module, sample: Sample) -> tuple[FoundUnit, ...]:
         """The units, the same on all ranks whatever each one's sample does. Collective."""
@@ -200,8 +197,6 @@ class Placing:
             probe=self._probe,
             flops=self._resources.flops,
         )
-
-    # --- the plan -----------------------------------------------------------------------------
 
     def _first_plan(self) -> Planned:
         path = self._options.plan
@@ -317,9 +312,6 @@ def wishes_of(options: ColossalAIOptions, names: Iterable[str]) -> Wishes:
         tiers=tiers,
         overlapped=options.overlap == "exact",
     )
-
-
-# --- the model in chunks --------------------------------------------------------------------------
 
 
 class ChunkedModel:
@@ -492,8 +484,6 @@ def make_engine(context: ParallelContext, device: Device[Any], dtype: torch.dtyp
     return ShardedEngine(context, device, dtype)
 
 
-# --- moving ----------------------------------------------------------------------------------------------
-#
 # Optimizer state follows parameters whose memory has changed.
 
 
@@ -533,8 +523,6 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# --- recomputing -----------------------------------------------------------------------------------------
-#
 # Activation checkpointing of chosen layers: their forwards are replaced on the instances, and put back.
 #
 # No name in the model changes, and hooks on the layers, those of chunks among them, stay outside of what is

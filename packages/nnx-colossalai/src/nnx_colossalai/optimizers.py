@@ -143,7 +143,6 @@ def _check_bias_correction(name: str, bias_correction: bool) -> None:
         )
 
 
-# --- which optimizers step each parameter by itself, and with which kernel ------------------------
 # Which of torch's optimizers step each parameter by itself, and which kernel steps those in host memory.
 #
 # torch takes a slow loop for host memory unless its fused kernel is asked for. It is, in every tier, so that
@@ -252,8 +251,6 @@ def _alike(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[list[Tens
             yield same
 
 
-# --- deepspeed adam --------------------------------------------------------------------------------------
-#
 # DeepSpeed's CPU Adam as the kernel under the user's own Adam or AdamW, where it is asked for.
 #
 # Its numbers differ from torch's in the last bits, and it compiles for minutes when it is first used, so

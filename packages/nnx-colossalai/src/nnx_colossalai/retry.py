@@ -22,7 +22,6 @@ from nnx_core import random_state
 from nnx_core._torch_compat import tree_leaves
 from nnx_core.errors import PlanError
 
-# --- steps that run out of device memory ----------------------------------------------------------
 # What happens when a step runs out of device memory: the plan moves down, and the step runs again.
 #
 # It owns the decision whether a step can be repeated so that no number changes, and the words where it

@@ -76,8 +76,6 @@ class Stepper:
         self._guarded: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = WeakKeyDictionary()
         self._said: set[str] = set()
 
-    # --- set up -------------------------------------------------------------------------------
-
     def setup_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Make whoever reads or loads their state wait; call it before the first step."""
         if not self._overlaps:
@@ -88,8 +86,6 @@ class Stepper:
                     optimizer.register_state_dict_pre_hook(lambda _: self.finish()),
                     optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish()),
                 )
-
-    # --- step ---------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run one step of an optimizer.
@@ -229,8 +225,6 @@ class Stepper:
             self._said.add(message)
             log.info(message)
 
-    # --- end ----------------------------------------------------------------------------------
-
     def finish(self) -> None:
         """Wait until every step that was begun is complete.
 
@@ -320,8 +314,6 @@ def _reason_against(optimizer: Optimizer) -> str | None:
     return None
 
 
-# --- overlap ---------------------------------------------------------------------------------------------
-#
 # Stepping chunk by chunk in one background thread, and what the main thread waits for.
 #
 # A `Share` holds tensors that alias masters and gradients, taken on the main thread: whatever becomes of the

@@ -26,7 +26,6 @@ __all__ = [
 ]
 
 
-# --- running and printing -------------------------------------------------------------------------
 # ``nnx conformance``: check that a strategy keeps its promises.
 #
 # Unlike other verbs on strategies it runs them, in worker processes, and takes minutes: results are printed
@@ -135,9 +134,6 @@ def parse_options(options: Sequence[str]) -> dict[str, Any]:
     return parsed
 
 
-# --- while it runs ---
-
-
 def _announcing(count: int) -> Callable[[Check], None]:
     """To be called before each of so many checks."""
     numbers = itertools.count(1)
@@ -177,9 +173,6 @@ def _line(result: Result) -> str:
     )
 
 
-# --- at the end ---
-
-
 def _conclude(report: Report, *, verbose: bool) -> None:
     for failure in report.failures:
         print_text(f"\nFAILED {failure.check}")
@@ -199,9 +192,6 @@ def _conclude(report: Report, *, verbose: bool) -> None:
 def _print_wrapped(text: str) -> None:
     width = max(60, shutil.get_terminal_size((110, 24)).columns)
     print_text(textwrap.fill(text, width, initial_indent="  ", subsequent_indent="    "))
-
-
-# --- the command ----------------------------------------------------------------------------------
 
 
 def add_commands(app: typer.Typer) -> None:

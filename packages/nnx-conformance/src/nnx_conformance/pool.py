@@ -53,7 +53,6 @@ COLLECT_AFTER = (20_000, 20, 20)
 time in which torch and Lightning are imported."""
 
 
-# --- a worker -------------------------------------------------------------------------------------
 # What runs in a worker: one job after the other. It leaves nothing of a job behind.
 
 
@@ -207,7 +206,6 @@ def _freeze_modules() -> None:
         gc.freeze()
 
 
-# --- processes to fork from -----------------------------------------------------------------------
 # A process that has imported what workers need, and forks them.
 #
 # To import torch and Lightning takes seconds of CPU; to fork a process that has done it takes milliseconds.
@@ -416,9 +414,6 @@ def _become_a_worker(jobs: int, log: int, alive: int, surroundings: Surroundings
 def _exit_code(pid: int, wait: bool) -> int | None:
     ended, status = os.waitpid(pid, 0 if wait else os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
-
-
-# --- the pool -------------------------------------------------------------------------------------
 
 
 PRELOAD = ("torch.distributed", "lightning.pytorch")

@@ -94,9 +94,6 @@ class Report:
         return _svg("nnx conformance", text, "#2e7d32" if self.ok else "#c62828")
 
 
-# --- what `nnx conformance --json` prints ---------------------------------------------------------
-
-
 class PrintedReport(TypedDict):
     """What became of the checks."""
 

@@ -39,9 +39,6 @@ __all__ = [
 ]
 
 
-# --- running --------------------------------------------------------------------------------------
-
-
 WORKERS = 3
 """Ranks that the largest job needs."""
 _DISTRIBUTIONS = ("nnx-core", "torch", "lightning")

@@ -21,9 +21,6 @@ from nnx_base.ranks import all_gather_object, control_group
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import BLOCKS, FEATURES, GLOBAL_BATCH, WIDTH, Block, Outcome, Plain, Task, dataset
 
-# --- Trainer --------------------------------------------------------------------------------------
-
-
 OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
 """Environment variables that tell a process its place among others."""
 
@@ -133,7 +130,6 @@ def mean_over_ranks(value: float) -> float:
     return sum(values) / len(values)
 
 
-# --- Fabric ---------------------------------------------------------------------------------------
 # What the ranks do with Fabric: a hand-written loop over the suite's model and data.
 
 

@@ -261,9 +261,6 @@ def will_execute(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
-# --- FSDP2 ----------------------------------------------------------------------------------------
-
-
 def state_of(module: Any) -> Any:
     """What FSDP2 knows of a module that ``fully_shard`` was called on."""
     return fully_shard.state(module)  # type: ignore[attr-defined]

@@ -149,8 +149,6 @@ class Backend(ABC, Generic[OptionsT]):
         """Pickle what it is made of: groups, hooks and laid-out modules stay in this process."""
         return type(self), (self.options,)
 
-    # --- set up -------------------------------------------------------------------------------
-
     def setup(self, context: ParallelContext) -> None:
         """Take this rank's place: create meshes and groups. Collective; the world group exists.
 
@@ -248,8 +246,6 @@ class Backend(ABC, Generic[OptionsT]):
     def teardown(self) -> None:
         """Release threads and files; `setup` may follow again. The world group is not the backend's."""
 
-    # --- step ---------------------------------------------------------------------------------
-
     def run_step(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run one training or evaluation step through the engine; by default it is just called."""
         return step(*args, **kwargs)
@@ -342,8 +338,6 @@ class Backend(ABC, Generic[OptionsT]):
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the optimizer's step (already bound to its closure); an engine may defer or overlap it."""
         return step(*args, **kwargs)
-
-    # --- state --------------------------------------------------------------------------------
 
     def decisions(self, module: nn.Module) -> str:
         """What the engine decided about a laid-out module and all ranks must have decided alike, as text.

@@ -92,7 +92,6 @@ def calibrated(
     return Hardware.of_json(shared)
 
 
-# --- what communicates -------------------------------------------------------------------------------
 # Collectives on tensors of any shape, without autograd: all that programs in parts communicate.
 
 
@@ -176,8 +175,6 @@ class GroupCommunicator(Communicator):
         return torch.cat(tuple(received), dim=cat_dim)
 
 
-# --- clocks -----------------------------------------------------------------------------------------
-
 Clock = Callable[[], float]
 
 
@@ -225,9 +222,6 @@ def _some_work(device: torch.device) -> Callable[[], object]:
     return lambda: torch.tanh(matrix @ matrix)
 
 
-# --- room -------------------------------------------------------------------------------------------
-
-
 def free_room(device: torch.device) -> int:
     """Bytes that a measurement may take of a device by default: a quarter of what is free."""
     if device.type != "cuda":
@@ -265,9 +259,6 @@ def updated_elements(kind: str, room: int) -> int:
     if kind == "cpu":
         return _UPDATED_ON_HOST
     return max(min(_UPDATED_ON_CARD, room // _BYTES_OF_ADAMW), 1)
-
-
-# --- links ------------------------------------------------------------------------------------------
 
 
 def _measure_links(
@@ -354,9 +345,6 @@ def _collective_seconds(
     }
     seconds = torch.tensor([_seconds_amid(calls[kind], _some_work(device), clock)], device=device)
     return communicator.all_reduce(seconds).item() / size
-
-
-# --- computation ------------------------------------------------------------------------------------
 
 
 def measure_compute(device: torch.device, clock: Clock, room: int) -> dict[str, Any]:
@@ -456,9 +444,6 @@ def measure_copies(device: torch.device, clock: Clock, room: int) -> dict[str, A
 
 def _copy_seconds(target: torch.Tensor, source: torch.Tensor, clock: Clock) -> float:
     return _seconds(lambda: target.copy_(source, non_blocking=True), clock, times=1)
-
-
-# --- keeping ----------------------------------------------------------------------------------------
 
 
 def _key(

@@ -18,8 +18,6 @@ from typing import Any
 
 from nnx_core.errors import PlanError
 
-# --- plans ----------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class PlanFormat:
@@ -96,9 +94,6 @@ def save_plan(path: str | Path, text: str) -> None:
         raise PlanError(
             f"{str(path)!r} cannot be written: {error.strerror or error}.", remedy="Choose another path."
         ) from error
-
-
-# --- kept from one run to the next -----------------------------------------------------------------
 
 
 def cache_directory(*names: str) -> Path:

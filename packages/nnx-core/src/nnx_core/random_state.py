@@ -24,8 +24,6 @@ __all__ = ["RandomState", "capture", "forked", "host_state_kept", "restore", "re
 
 State = dict[str, Any]
 
-# --- one process ----------------------------------------------------------------------------------
-
 
 def capture(*, host_only: bool = False) -> State:
     """The state of every global generator of this process.
@@ -139,9 +137,6 @@ def _bytes(state: torch.Tensor) -> bytes:
 
 def _tensor(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
-
-
-# --- another world size ---------------------------------------------------------------------------
 
 
 def resume(

@@ -232,8 +232,6 @@ class CollectiveOrder:
         self._cause = ""
         self._witness: _Witness | None = None
 
-    # --- what an engine calls -----------------------------------------------------------------
-
     def open(self) -> None:
         """Compare the ranks from now on, also before the first step. Collective: every rank calls it."""
         if self._is_active:
@@ -374,8 +372,6 @@ class CollectiveOrder:
     def forget(self) -> None:
         """After an error: the ranks may be anywhere, so the next step begins with a question."""
         self._place, self.in_step, self._history = None, False, ()
-
-    # --- questions ----------------------------------------------------------------------------
 
     def _question(self, number: int) -> str:
         """Where in the store the ranks that compare have what belongs to a question."""
@@ -520,8 +516,6 @@ class CollectiveOrder:
                 lambda store: store.get(key).decode() if store.check([key]) else "", timeout=_ANSWER
             )
         return ""
-
-    # --- what the witness calls, in a thread of its own -----------------------------------------
 
     def post_witness(self, store: Store, state: str) -> None:
         """Let the others know whether they can expect this rank to notice questions: if it ``"looks"``."""

@@ -685,7 +685,6 @@ def watch_backward(zero: Any, check: Callable[[], None]) -> None:
     offload.pre_sub_module_backward_function = before_backward
 
 
-# --- compiled operators ---------------------------------------------------------------------------
 # DeepSpeed 0.19.8's compiled operators: built or refused with one clear error, freed once.
 #
 # Changes DeepSpeed's classes, once in a process; nothing here compiles anything by itself.

@@ -125,8 +125,6 @@ class Agreement:
         for handle in self._handles:
             handle.remove()
 
-    # --- steps --------------------------------------------------------------------------------
-
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Around what gathers layers: the user's step, and a backward that is not in the middle of one."""
@@ -153,8 +151,6 @@ class Agreement:
     def unused(self) -> list[nn.Parameter]:
         """The parameters whose gradient is None on all ranks."""
         return [parameter for parameter in self._parameters if parameter not in self.used]
-
-    # --- backward -----------------------------------------------------------------------------
 
     def _before_gradient(self) -> None:
         """A gradient is about to be put into a bucket."""
@@ -321,8 +317,6 @@ class Agreement:
 
     def _add_used(self, flags: Sequence[bool]) -> None:
         self.used.update(p for p, is_used in zip(self._parameters, flags, strict=True) if is_used)
-
-    # --- the order of layers and gradients ----------------------------------------------------
 
     def _noting(self, number: int) -> Callable[..., None]:
         """A hook that notes the call of a layer: a function, which a copy of the layer shares."""

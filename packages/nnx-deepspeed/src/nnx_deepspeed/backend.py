@@ -49,8 +49,6 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         self._engine: ZeroEngine | None = None
         self._writes = Writes(lambda: self.is_watched)
 
-    # --- set up -------------------------------------------------------------------------------
-
     def setup(self, context: ParallelContext) -> None:
         """Let DeepSpeed join the world.
 
@@ -137,8 +135,6 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
             put_back_globals()
         super().teardown()
 
-    # --- step ---------------------------------------------------------------------------------
-
     def run_step(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the step inside the module's forward, where DeepSpeed's hooks are."""
         if self._engine is None or self._engine.module is not module:
@@ -203,8 +199,6 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
             return step(*args, **kwargs)
         closure = args[0] if args else kwargs.get("closure")
         return self._engine.step(step, closure)
-
-    # --- state --------------------------------------------------------------------------------
 
     def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
         """Where this rank's part of a parameter's masters lies, or of what is laid out like a parameter."""

@@ -32,7 +32,6 @@ from nnx_deepspeed.checkpoint_shards import OWN_CLASSES, Shapes, StoredPartition
 __all__ = ["DeepSpeed"]
 
 
-# --- universal checkpoints ------------------------------------------------------------------------
 # ``ds_to_universal.py`` makes them of the files of all ranks. ``zero/<parameter>/`` has one file for the
 # fp32 master and one for each state of the optimizer, complete; ``zero/optimizer_state.pt`` the param
 # groups. Stage 3 stores them flat and lists no steps by parameter.
@@ -116,9 +115,6 @@ class Universal:
         contents.add_pieces(key, shape, str(value.dtype).removeprefix("torch."), pieces)
 
 
-# --- the format -----------------------------------------------------------------------------------
-
-
 _WRAPPER = "_forward_module."
 """How Lightning before 2.1 prefixed every name."""
 
@@ -193,9 +189,6 @@ def _open(path: Path, tag: str | None, weights: str, weights_only: bool) -> Fore
     return contents.opened(world_size=world_size, provenance=origin)
 
 
-# --- files ----------------------------------------------------------------------------------------
-
-
 def _load_model(path: Path, weights_only: bool) -> dict[str, Any]:
     loaded = load_rank_file(path, weights_only=weights_only, own=_ENGINE_KEYS, inert=OWN_CLASSES)
     if "module" not in loaded:
@@ -247,9 +240,6 @@ def _partition_count(state: Mapping[str, Any]) -> int:
             remedy="Only data-parallel checkpoints (ZeRO) can be read.",
         )
     return int(counts[0])
-
-
-# --- contents ---------------------------------------------------------------------------------------
 
 
 def _add_model(

@@ -17,7 +17,6 @@ from nnx_core.optimizers.elementwise import Trial, try_optimizer
 from nnx_deepspeed._deepspeed_compat import is_tested_optimizer
 from nnx_deepspeed.options import DeepSpeedOptions
 
-# --- refusals -------------------------------------------------------------------------------------
 # What DeepSpeed cannot train is refused here, before an engine is made: it would fail later, or be wrong.
 #
 # Reads the module, the optimizer and the config; changes nothing and never communicates, so that every rank
@@ -171,7 +170,6 @@ def _identities(parameters: Mapping[str, nn.Parameter | None]) -> list[tuple[str
     return [(name, id(parameter)) for name, parameter in parameters.items()]
 
 
-# --- the config -----------------------------------------------------------------------------------
 # The DeepSpeed config of a run: from the options, from the user's own config, and from what Trainer
 # decides.
 #

@@ -158,8 +158,6 @@ class ZeroEngine:
             forget_gradients(self.zero)
         self._has_reduced = False
 
-    # --- step ---------------------------------------------------------------------------------
-
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module through DeepSpeed's hooks."""
         if torch.is_grad_enabled():
@@ -323,8 +321,6 @@ class ZeroEngine:
                     remedy="Compute gradients by `self.manual_backward(loss)`, and change `p.grad` then.",
                 )
 
-    # --- state --------------------------------------------------------------------------------
-
     @torch.no_grad()
     def take_written_weights(self, *, looking_everywhere: bool = False) -> None:
         """Let the masters follow weights that were written in place since the last step, as by an average.
@@ -479,7 +475,6 @@ def _exact_weights(module: nn.Module, config: Mapping[str, Any]) -> dict[nn.Para
     return {parameter: parameter.detach().clone() for parameter in module.parameters()}
 
 
-# --- the optimizer that DeepSpeed steps -----------------------------------------------------------
 # It is the user's own, over flat partitions, in an object of its own.
 #
 # DeepSpeed puts its flat partitions into the param groups of the optimizer that it is given, empties them

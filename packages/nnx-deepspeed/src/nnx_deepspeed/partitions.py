@@ -42,7 +42,6 @@ from nnx_deepspeed._deepspeed_compat import (
     trainable_groups,
 )
 
-# --- parameters that do not train -----------------------------------------------------------------
 # Parameters that do not train, as exact as they were before DeepSpeed rounded them to 16 bits.
 #
 # DeepSpeed keeps float32 masters of what it trains. Of the others each rank keeps a part here, in host
@@ -121,9 +120,6 @@ def follow(masters: Tensor, weights: Tensor) -> None:
         torch.where(part.to(there.dtype) == there, part, there.to(part.dtype), out=part)
 
 
-# --- what this rank holds -------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Part:
     """Elements ``[start, start + length)`` of a parameter; they begin at `offset` of partition `flat`.
@@ -195,8 +191,6 @@ class Partitions:
     def _padded(self, parameter: nn.Parameter) -> int:
         return local_partition(parameter).numel()
 
-    # --- weights ------------------------------------------------------------------------------
-
     def master(self, parameter: nn.Parameter) -> Shard:
         """This rank's part of a parameter's master weights; of a frozen one, of its weights."""
         if parameter in self._flat_of:
@@ -227,8 +221,6 @@ class Partitions:
         part = self._parts[parameter]
         held = flat.detach().narrow(0, part.offset, part.length)
         return shard_of_range(held, shape=self._shapes[parameter], start=part.start)
-
-    # --- optimizer state ----------------------------------------------------------------------
 
     def state(self, parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of a parameter's optimizer state, by name; other values are the whole group's."""
@@ -337,8 +329,6 @@ class Partitions:
             dist.all_reduce(whole)  # every element lies on one rank; adding zeros changes none
         return whole.view(shape)
 
-    # --- gradients ----------------------------------------------------------------------------
-
     def gradients(self) -> list[Gradient]:
         """What this rank holds of the reduced gradients, between the last backward and the step."""
         return [Gradient(piece, replicas=1) for pieces in gradient_pieces(self._zero) for piece in pieces]
@@ -408,7 +398,6 @@ def _read(value: Any) -> Any:
     return stored.read(value.key, Box.whole(tuple(value.shape)))
 
 
-# --- parameters of stage 3 ------------------------------------------------------------------------
 # Parameters of stage 3 as user code sees them: whole, from the first touch on.
 #
 # Outside of its layers' forward and backward a parameter is cut: a rank holds a flat part of it. Meanwhile
@@ -494,7 +483,6 @@ def _cut_in(value: Any) -> Iterator[nn.Parameter]:
             yield from _cut_in(item)
 
 
-# --- gradients ------------------------------------------------------------------------------------
 # Gradients as PyTorch has them, whole and in ``p.grad``, while user code may look at them.
 #
 # DeepSpeed keeps the reduced gradients in flat partitions. They are gathered from there where somebody may

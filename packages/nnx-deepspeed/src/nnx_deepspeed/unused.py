@@ -19,7 +19,6 @@ from nnx_deepspeed.partitions import (
     Partitions,
 )
 
-# --- the optimizer that DeepSpeed steps -----------------------------------------------------------
 # It is the user's own, over flat partitions, in an object of its own.
 #
 # DeepSpeed puts its flat partitions into the param groups of the optimizer that it is given, empties them

@@ -200,8 +200,6 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         """
         self.__dict__["root"] = root
 
-    # --- layout -------------------------------------------------------------------------------
-
     def _make_pieces(
         self, places: Mapping[nn.Parameter, list[tuple[nn.Module, str]]], order: Mapping[nn.Module, list[str]]
     ) -> None:
@@ -267,8 +265,6 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
                 parameter.__dict__.pop(name, None)
         self._reducer = None
         ReduceScatterBucketer._get_shard_size.cache_clear()  # it keeps every reducer that ever asked
-
-    # --- attributes of the modules ------------------------------------------------------------
 
     def _make_views(self) -> None:
         """What fairscale does in each forward: give the modules views on the gathered flat parameter."""
@@ -358,8 +354,6 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         shard = flat._fp32_shard
         shard.copy_(flat._full_param_padded[self.rank * shard.numel() :][: shard.numel()])
 
-    # --- what user code sees ------------------------------------------------------------------
-
     @property
     def shard_size(self) -> int:
         """Elements of the flat parameter that each rank has."""
@@ -381,8 +375,6 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
     def _arrive(self, what: str, cause: str = "") -> None:
         if self.order is not None and self.world_size > 1:
             self.order.arrive(f"{what} of {self.label}", cause=cause)
-
-    # --- steps --------------------------------------------------------------------------------
 
     def forward(self, call: Callable[[], Any]) -> Any:
         """Run a call with the unit's parameters gathered."""
@@ -569,8 +561,6 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
             reduced_grad = reduced_grad.clone()
         super()._post_reduction_hook(param, reduced_grad)
 
-    # --- what fairscale does otherwise ---------------------------------------------------------
-
     def _setup_streams(self) -> None:
         super()._setup_streams()
         if self._is_root and self._stream is not None:
@@ -605,7 +595,6 @@ def _tell_recurrent(owner: nn.Module, name: str, value: Tensor) -> None:
         weights[names.index(name)] = value
 
 
-# --- fairscale's FSDP on CPU ----------------------------------------------------------------------
 # fairscale's FSDP calls CUDA streams without asking whether there are any, and collectives that gloo refuses.
 # While a backend is set up on CPU, `HostShim` puts in place:
 #

@@ -43,7 +43,6 @@ __all__ = [
 ]
 
 
-# --- wrapping -------------------------------------------------------------------------------------
 # Which modules become units: those that `wrap()` was called on, or those that a policy chooses.
 
 
@@ -115,9 +114,6 @@ def _can_be_unit(module: nn.Module, root: nn.Module) -> bool:
     )
 
 
-# --- the backend ----------------------------------------------------------------------------------
-
-
 T = TypeVar("T")
 
 _REMEDY = (
@@ -173,8 +169,6 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         self._writes = Writes(lambda: self.is_watched)
         self._in_step = 0
         self._accumulates = self._has_failed = False
-
-    # --- set up -------------------------------------------------------------------------------
 
     def setup(self, context: ParallelContext) -> None:
         """Put the CPU shim in place, or make the group that reduces beside the gathers."""
@@ -399,8 +393,6 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         self._states.remove()
         return {}
 
-    # --- step ---------------------------------------------------------------------------------
-
     def run_step(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the step inside the root's unit."""
         layout = self._layouts.get(module)
@@ -520,8 +512,6 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         for layout in self._layouts.values():
             self._free(layout)
         return result
-
-    # --- state --------------------------------------------------------------------------------
 
     def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
         """Where this rank's part of a parameter, or of its optimizer state, lies; other tensors are whole."""

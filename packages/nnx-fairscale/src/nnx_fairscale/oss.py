@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 
-# --- who owns which parameter ---------------------------------------------------------------------
 # Who owns which parameter: fairscale's OSS around an optimizer that stays the user's.
 #
 # OSS shares whole parameters out over the ranks, lays those of one owner out in one buffer, and broadcasts
@@ -222,7 +221,6 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-# --- state that one rank owns ---------------------------------------------------------------------
 # Optimizer state of whole parameters that one rank each has: described alike, loaded by owners.
 
 
@@ -302,9 +300,6 @@ def _allocate(
             parameter, name, shape=tuple(shape), dtype=dtype, group=group
         )
     return state
-
-
-# --- the backend ----------------------------------------------------------------------------------
 
 
 class OwnedParameters(Backend[Any]):

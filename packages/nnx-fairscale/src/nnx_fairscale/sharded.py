@@ -31,7 +31,6 @@ from nnx_fairscale.oss import OwnedParameters
 
 __all__ = ["ShardedBackend"]
 
-# --- fairscale's buffers, and their reductions in one order on all ranks --------------------------
 # fairscale starts a reduction when the last gradient of its buffer is there, in whatever order that happens
 # on a rank. Ranks that use different parameters then reduce different buffers with each other, or die of
 # buffers of different sizes. Here reductions form a queue, the same on every rank, as those of DDP do: each
@@ -241,7 +240,6 @@ def in_order_of_backward(
     return sorted(reductions, key=lambda reduction: -min(order.get(p, -1) for p in reduction.parameters))
 
 
-# --- which gradients were touched -----------------------------------------------------------------
 # Which parameters took part in a backward, on any rank.
 #
 # Engines that keep gradients in buffers have zeros for a parameter that no loss has used. An optimizer
@@ -279,9 +277,6 @@ class Touched:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-
-
-# --- the backend ----------------------------------------------------------------------------------
 
 
 T = TypeVar("T")

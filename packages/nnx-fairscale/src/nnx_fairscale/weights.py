@@ -293,8 +293,6 @@ class Weights(Wholes[_PiecePart, _ParameterPart]):
             if self._parts.pop(parameter, None) is not None:
                 unguard(parameter)
 
-    # --- wholes -------------------------------------------------------------------------------
-
     def before_gather(self, part: _PiecePart) -> None:
         """All ranks must ask for this whole."""
         self._order.arrive(f"the gather of {part.name}, which code outside of its layer reads")
@@ -317,8 +315,6 @@ class Weights(Wholes[_PiecePart, _ParameterPart]):
                     remedy="Assign a copy: `parameter.data = tensor.clone()`. For ModelPruning, pass "
                     "`use_lottery_ticket_hypothesis=False`.",
                 )
-
-    # --- gradients of wholes ------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """What was read in earlier steps is in no loss to come."""

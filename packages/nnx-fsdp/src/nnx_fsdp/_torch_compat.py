@@ -63,7 +63,6 @@ PRIVATE_NAMES = {
 SHARDS_INTEGERS = torch.__version__ >= "2.12"  # it compares as a version
 """Whether FSDP2 can shard integer parameters. Torch 2.11 sets `requires_grad`, which integers refuse."""
 
-# --- gathered units -------------------------------------------------------------------------------
 # FSDP2 puts its own parameter objects under fixed names, writes nothing back from what it has gathered, and
 # frees it after any backward; no public option changes this.
 
@@ -428,7 +427,6 @@ def is_in_transform() -> bool:
     return bool(stack) and any(one.key() in (TransformType.Grad, TransformType.Jvp) for one in stack)
 
 
-# --- layouts and steps ----------------------------------------------------------------------------
 # FSDP2 has no public inverse of ``fully_shard``; without one a module could not be deep-copied, trained a
 # second time or handed back under its own class. Nor has it a public way to begin and end what hangs on the
 # root's forward where that is not called (see `backend`).

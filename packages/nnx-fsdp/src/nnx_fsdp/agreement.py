@@ -34,7 +34,6 @@ from nnx_fsdp._torch_compat import (
     at_end_of_backward,
 )
 
-# --- gradients of what FSDP2 cannot shard ---------------------------------------------------------
 # Gradients of the few parameters that FSDP2 cannot shard: averaged over all ranks, like DDP does.
 #
 # These are the `unshardable` ones, and parameters owned directly by a module whose class cannot be extended
@@ -112,9 +111,6 @@ class ReplicatedParameters:
         self._handles.clear()
 
 
-# --- what ranks agree on --------------------------------------------------------------------------
-
-
 REMEDY = (
     "Call every unit on every rank, in one order, with a masked input if need be, and read weights and "
     "gradients on every rank, also where only one prints them; or make the module that chooses between units "
@@ -188,8 +184,6 @@ class StepAgreement:
         self._filled.clear()
         self._answer = None
         self._ends = 0
-
-    # --- what happens in a backward, in this order ----------------------------------------------
 
     def _begin(self) -> bool:
         """Backward has come to the first unit of a root; whether it is the first root in this backward."""

@@ -68,7 +68,6 @@ __all__ = [
 ]
 
 
-# --- the mesh -------------------------------------------------------------------------------------
 # Device meshes, each made once for a world: their process groups last as long as the world does.
 
 
@@ -97,7 +96,6 @@ def mesh_of(device_type: str, shape: tuple[int, ...], *, names: tuple[str, ...])
     return _meshes[dist.group.WORLD][key]
 
 
-# --- steps ----------------------------------------------------------------------------------------
 # How a step of manual optimization runs under FSDP2, which calls parts of the root itself.
 #
 # FSDP2 gathers what belongs to the root when the root's forward begins, and reduces its gradients after a
@@ -154,9 +152,6 @@ def _parts(module: nn.Module, opaque: Collection[nn.Module]) -> Iterator[nn.Modu
             yield from _parts(child, opaque)
 
 
-# --- the backend ----------------------------------------------------------------------------------
-
-
 T = TypeVar("T")
 
 
@@ -205,8 +200,6 @@ class FSDPBackend(Backend[FSDPOptions]):
         self._mesh: DeviceMesh | None = None
         self._states = HiddenStates()
         self._order: CollectiveOrder | None = None
-
-    # --- set up -------------------------------------------------------------------------------
 
     def setup(self, context: ParallelContext) -> None:
         """Make the mesh: one axis, or (replicate, shard) for hybrid sharding."""
@@ -432,8 +425,6 @@ class FSDPBackend(Backend[FSDPOptions]):
             layout.parts.remove()
         return replaced
 
-    # --- step ---------------------------------------------------------------------------------
-
     def run_step(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the step inside the root's forward, because that is what FSDP2's root hooks hang on."""
         layout = self._layouts.get(module)
@@ -582,8 +573,6 @@ class FSDPBackend(Backend[FSDPOptions]):
         """Free units that a forward without a backward left gathered."""
         for weights in self._all_weights():
             weights.free()
-
-    # --- state --------------------------------------------------------------------------------
 
     def decisions(self, module: nn.Module) -> str:
         """The units."""

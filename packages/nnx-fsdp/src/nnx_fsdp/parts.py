@@ -77,8 +77,6 @@ class ShardedPart(Part):
         self._aliases: list[weakref.ref[AliasPart]] = []
         self._source: Source | None = None
 
-    # --- reading ------------------------------------------------------------------------------
-
     @property
     def dtensor(self) -> DTensor:
         """The tensor as what it is."""
@@ -135,8 +133,6 @@ class ShardedPart(Part):
             boxes = shard_of(self.tensor).boxes
             self._slices = boxes[0].slices if boxes else (slice(0, 0),)
         return whole[self._slices] if self.local.ndim else whole
-
-    # --- writing ------------------------------------------------------------------------------
 
     def flush(self) -> None:  # noqa: D102
         value = self._value
@@ -239,8 +235,6 @@ class ShardedPart(Part):
 
     def _local_state(self) -> tuple[int, int]:
         return self.local._version, self.local.data_ptr()
-
-    # --- gradients ----------------------------------------------------------------------------
 
     def gradient_shown(self) -> Tensor | None:  # noqa: D102
         with local_mode():
@@ -354,8 +348,6 @@ class ParameterPart(ShardedPart):
         self.held.release()
         self.tensor = self.plain
 
-    # --- gradients ----------------------------------------------------------------------------
-
     def gradient_shown(self) -> Tensor | None:
         """The gradient, guarded like the parameter."""
         with local_mode():
@@ -400,8 +392,6 @@ class ParameterPart(ShardedPart):
             nn.Parameter.requires_grad_(self.plain, self.tensor.requires_grad)
             return register(self.plain, hook)
 
-    # --- writing ------------------------------------------------------------------------------
-
     def in_place(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:  # noqa: D102
         self._refuse_while_gathered()
         return super().in_place(func, args, kwargs)
@@ -417,8 +407,6 @@ class ParameterPart(ShardedPart):
                 "layer, so the next forward would compute with the old values.",
                 remedy="Write into what `self.parameters()` returns after each forward.",
             )
-
-    # --- the gathered parameter ---------------------------------------------------------------
 
     def take_written(self) -> None:
         """Write into the shard what a step has written into the gathered parameter."""
@@ -443,9 +431,6 @@ class ParameterPart(ShardedPart):
             changed = (own != before) & ~(own.isnan() & before.isnan())
             if surely or bool(changed.any()):
                 local.copy_(torch.where(changed.to(local.device), own.to(local.device, local.dtype), local))
-
-
-# --- arguments of functions -----------------------------------------------------------------------
 
 
 class _NotHereError(Exception):

@@ -37,9 +37,6 @@ from torch import nn
 from nnx_core.errors import OptionError
 from nnx_core.view.modules import Layers
 
-# --- modules that a forward chooses between -------------------------------------------------------
-
-
 _OF_DATA = {
     "all",
     "any",
@@ -147,8 +144,6 @@ class _Reader(ast.NodeVisitor):
         self._counters: set[str] = set()
         self._conditions = 0
 
-    # --- uses ---------------------------------------------------------------------------------
-
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if self._is_own(node) and self._conditions:
             self._uses.by_choice.add(node.attr)
@@ -187,8 +182,6 @@ class _Reader(ast.NodeVisitor):
                 elif self._is_own(argument):
                     self._uses.passed.add(argument.attr)  # type: ignore[attr-defined]
         self.generic_visit(node)
-
-    # --- loops and conditions -----------------------------------------------------------------
 
     def visit_For(self, node: ast.For) -> None:
         self._enter_loop(node.target, node.iter)
@@ -273,9 +266,6 @@ def _same_loop(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
         yield statement
         if isinstance(statement, ast.If):
             yield from _same_loop([*statement.body, *statement.orelse])
-
-
-# --- units ----------------------------------------------------------------------------------------
 
 
 DEFAULT_MIN_NUM_PARAMS = 100_000

@@ -125,8 +125,6 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
         self._units.clear()
         self.modules.clear()
 
-    # --- what is written ----------------------------------------------------------------------
-
     @property
     def is_watched(self) -> bool:
         """Whether what is written into parameters is to be compared over the ranks."""
@@ -141,8 +139,6 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
         notes, self._written = self._written, {}
         return {part.name: notes.get(part.name, 0) for part in self._parts.values()}
 
-    # --- wholes -------------------------------------------------------------------------------
-
     def before_gather(self, part: ShardedPart) -> None:
         """All ranks must come here."""
         if self._order is not None:
@@ -156,8 +152,6 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
     def add_assigned(self, part: ShardedPart) -> None:
         """Somebody has set a tensor's ``data``."""
         self._assigned.append(part)
-
-    # --- step ---------------------------------------------------------------------------------
 
     @contextmanager
     def step(self, *, inner_backwards: bool) -> Iterator[None]:
@@ -237,8 +231,6 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
             part = self._parts.get(held.sharded)
             if part is not None:
                 part.take_written()
-
-    # --- backward -----------------------------------------------------------------------------
 
     def has_hooks(self) -> bool:
         """Whether gradients must be reduced after every backward, because somebody sees them."""

@@ -33,9 +33,6 @@ from nnx_nnscaler.options import NnScalerOptions
 from nnx_nnscaler.runtime.part import Part
 from nnx_nnscaler.runtime.storage import Parameters
 
-# --- the engine -----------------------------------------------------------------------------------
-
-
 T = TypeVar("T")
 
 _REMEDY = (
@@ -79,8 +76,6 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         self._scaler: torch.amp.GradScaler | None = None
         self.axes: Axes
         self._order: CollectiveOrder
-
-    # --- set up -------------------------------------------------------------------------------
 
     def setup(self, context: ParallelContext) -> None:
         """Make the groups of units and of the outer axis."""
@@ -176,8 +171,6 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         self._masters = Masters(())
         return {}
 
-    # --- step ---------------------------------------------------------------------------------
-
     def run_step(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the step; before the first one the ranks of a unit agree on their random state."""
         if self._random_state_may_differ:
@@ -268,8 +261,6 @@ class NnScalerBackend(Backend[NnScalerOptions]):
                 return value(*args, **kwargs)
 
         return closure
-
-    # --- state --------------------------------------------------------------------------------
 
     def decisions(self, module: nn.Module) -> str:
         """Where the plan stores the parameters that it cuts."""

@@ -67,9 +67,6 @@ def _trainer(loaded: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in loaded.items() if key not in (_MODEL, _OPTIMIZERS, _EXTRA)}
 
 
-# --- merged files -----------------------------------------------------------------------------------
-
-
 def _open_merged(file: Path, weights_only: bool) -> ForeignCheckpoint:
     loaded = _load(file, weights_only)
     kind = loaded[_EXTRA]["state-dict-type"]
@@ -92,9 +89,6 @@ def _add_rest_of_module(contents: Contents, loaded: Mapping[str, Any]) -> None:
     rest = loaded[_EXTRA].get("pl_state_dict", {})
     known = {*contents.entries, *contents.aliases}
     contents.add_model({name: value for name, value in rest.items() if f"model.{name}" not in known})
-
-
-# --- directories ------------------------------------------------------------------------------------
 
 
 def _open_directory(directory: Path, weights_only: bool) -> ForeignCheckpoint:

@@ -11,9 +11,6 @@ from nnx_core.errors import OptionError
 from nnx_core.options import check_choice, check_options, option
 from nnx_nnscaler.compute_config import PIPELINE_FIELDS, ComputeConfig, compute_config_from
 
-# --- options --------------------------------------------------------------------------------------
-
-
 POLICIES = ("dp", "zero", "tp", "data", "autodist", "pp", "hybrid")
 PIPELINES = ("pp", "hybrid")
 SCHEDULES = {

@@ -96,8 +96,6 @@ class Plan:
             rows=tuple(rows),
         )
 
-    # --- files ----------------------------------------------------------------------------------
-
     def save(self, path: str | Path) -> None:
         """Write the document.
 
@@ -164,8 +162,6 @@ class Plan:
                 remedy="Plan anew: the model, its shapes or the code of its forward have changed.",
             )
 
-    # --- reading --------------------------------------------------------------------------------
-
     def explain(self) -> str:
         """What was split in each layer, what that moves and takes, and what else would have cost."""
         prediction = self.program.prediction
@@ -201,9 +197,6 @@ def _difference(graph: Graph, program: AnyPlan) -> str:
     return f": {new} operators are new and {gone} are gone" if new or gone else ""
 
 
-# --- fingerprints -----------------------------------------------------------------------------------
-
-
 def fingerprint(graph: Graph) -> str:
     """What changes when a plan can no longer be used: operators, arguments, shapes, parameters.
 
@@ -235,9 +228,6 @@ def _plain(argument: object) -> object:
     if isinstance(argument, Make):
         return (argument.type, _plain(argument.fields))
     return repr(argument) if isinstance(argument, (Ref, Code)) else argument
-
-
-# --- comparing --------------------------------------------------------------------------------------
 
 
 def diff(before: Plan, after: Plan) -> list[str]:
@@ -297,8 +287,6 @@ def _changed_choices(before: Plan, after: Plan) -> Iterator[str]:
             yield f"{where}{name}: {ways[0]} -> {ways[1]}"
 
 
-# --- explanation -----------------------------------------------------------------------------------------
-#
 # Why a plan is what it is: what every operator costs as it was split, and what the alternatives would.
 
 

@@ -19,7 +19,6 @@ from nnx_core.errors import OptionError
 from nnx_core.lightning.namespaces import StrategyOfTrainer, trainer_tree
 from nnx_core.options import check_choice
 
-# --- precision ------------------------------------------------------------------------------------
 # `NnScalerPrecision`: Lightning's precision plugins under the name that nnScaler gave its own.
 #
 # ``Trainer(precision="...")`` does the same and is all that most need. What the class adds is a gradient
@@ -83,9 +82,6 @@ def _class_for(cls: type, precision: str, root: str) -> type:
     casting = (plugins.HalfPrecision,) if precision in _TRUE_HALVES else ()
     bases = (cls, *casting, plugins.MixedPrecision)
     return type(cls.__name__, bases, {"__module__": cls.__module__, "__doc__": cls.__doc__})
-
-
-# --- strategy -------------------------------------------------------------------------------------
 
 
 class NnScalerStrategy(StrategyOfTrainer):

@@ -198,8 +198,6 @@ class Crew:
         last = self.devices - 1
         return ", ".join(f"ranks {rank}-{rank + last} on {self.places[rank].node}" for rank in ranks)
 
-    # --- how it comes about -------------------------------------------------------------------
-
     def _reserve(self) -> PlacementGroup:
         bundle = self.resources.of(self.devices) or {"CPU": 0.001}
         group = placement_group([bundle] * self.nodes, strategy=self.options.placement.upper())

@@ -82,7 +82,6 @@ def _checkpoint_commands(arguments: list[str]) -> typer.Typer:
     return placeholder
 
 
-# --- nnx ckpt -------------------------------------------------------------------------------------
 # Only names and help of the verbs are here. What only looks at our own format never imports torch.
 
 

@@ -41,7 +41,6 @@ __all__ = [
 ]
 
 
-# --- names of tensors -----------------------------------------------------------------------------
 # Names of logical tensors, taken apart for people: the tree they form, and what belongs to whom.
 
 
@@ -139,7 +138,6 @@ def tree_lines(tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str], d
     return root.lines("", depth)
 
 
-# --- objects as plain data ------------------------------------------------------------------------
 # The objects of a checkpoint as plain JSON, for people and for ``--json``: nothing is decoded or imported.
 #
 # `docs/checkpoint-format.md` specifies the typed JSON that is read here.
@@ -210,9 +208,6 @@ def shown(value: Any, limit: int = 60) -> str:
         return ", ".join(f"{key}={shown(item, limit)}" for key, item in told.items())
     text = "[" + ", ".join(map(shown, value)) + "]" if isinstance(value, list) else str(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
-
-
-# --- what a checkpoint holds ----------------------------------------------------------------------
 
 
 _COMMON = "objects.json"

@@ -30,7 +30,6 @@ from nnx_checkpoint.reading.survey import Found, files_below, survey
 from nnx_checkpoint.storage import Place
 from nnx_checkpoint.writing.collecting import Spared, collect_garbage
 
-# --- nnx ckpt ls ----------------------------------------------------------------------------------
 # ``nnx ckpt ls``: the checkpoints below a directory, and the saves that each still has.
 
 
@@ -202,7 +201,6 @@ def _changed(place: Place) -> str:
     return datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).isoformat()
 
 
-# --- nnx ckpt gc ----------------------------------------------------------------------------------
 # ``nnx ckpt gc``: removing what no checkpoint needs.
 
 
@@ -257,7 +255,6 @@ def run_gc(path: str, *, keep_previous: int | None, min_age: float, dry_run: boo
     return code
 
 
-# --- nnx ckpt merge, nnx ckpt convert -------------------------------------------------------------
 # Writing a checkpoint in another form.
 
 

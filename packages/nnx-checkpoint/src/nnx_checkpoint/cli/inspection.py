@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from nnx_checkpoint.format.index import TensorEntry
 
 
-# --- sizes ----------------------------------------------------------------------------------------
 # Where the bytes of a checkpoint are: by kind of tensor and by module, as bars of text or as a picture.
 
 
@@ -216,9 +215,6 @@ def _finish(axes: Any, title: str, bars: Any, totals: Sequence[int]) -> None:
     axes.margins(x=0.15)
     axes.xaxis.set_visible(False)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
-
-
-# --- nnx ckpt inspect -----------------------------------------------------------------------------
 
 
 class Totals(TypedDict):

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from nnx_checkpoint.conversion.comparison import Comparison, TensorDifference
 
 
-# --- nnx ckpt verify ------------------------------------------------------------------------------
 # ``nnx ckpt verify``: every byte of our own format, and what can be checked of others.
 
 
@@ -98,7 +97,6 @@ def _report(path: str, damage: Sequence[Damage], praise: str) -> None:
         print_text(f"{path}: {praise}")
 
 
-# --- nnx ckpt diff --------------------------------------------------------------------------------
 # ``nnx ckpt diff``: what differs between two checkpoints of any format.
 
 

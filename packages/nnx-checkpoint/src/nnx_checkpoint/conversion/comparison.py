@@ -227,9 +227,6 @@ def _with_names(optimizer: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[
     }
 
 
-# --- names ----------------------------------------------------------------------------------------
-
-
 def _compare_names(a: _Side, b: _Side, found: Comparison, *, prefix: str) -> list[_Pair]:
     """Compare names and descriptions; returns what can be compared by value."""
     mine, theirs = a.names(prefix), b.names(prefix)
@@ -259,9 +256,6 @@ def _compare_entries(place: str, a: _Side, x: str, b: _Side, y: str, found: Comp
     if left.shape != right.shape or left.dtype_name != right.dtype_name:
         return []
     return [_Pair(place, left.name, right.name)]
-
-
-# --- objects --------------------------------------------------------------------------------------
 
 
 def _compare_objects(a: _Side, b: _Side, found: Comparison) -> list[_Pair]:
@@ -331,9 +325,6 @@ def _text(value: Any) -> str:
     return text if len(text) <= _TEXT else f"{text[: _TEXT - 3]}..."
 
 
-# --- values ---------------------------------------------------------------------------------------
-
-
 def _rounds(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
     """Sequences of pairs in which every stored tensor occurs once; tied names need no second look."""
     rounds: list[list[_Pair]] = []
@@ -368,7 +359,6 @@ def _compare_values(
     found.values.sort(key=lambda difference: difference.name)
 
 
-# --- distances ------------------------------------------------------------------------------------
 # How far apart two pieces of tensor data are: elements that differ in any bit, and the largest distance.
 
 

@@ -176,9 +176,6 @@ def _one_path(source: _Path | Sequence[_Path]) -> _Path:
     return files[0] if len(files) == 1 else directories.pop()
 
 
-# --- our own format as a `CheckpointFormat` -------------------------------------------------------
-
-
 class Native(CheckpointFormat):
     """The shared checkpoint directory."""
 

@@ -292,9 +292,6 @@ def _place(value: FileTensor | LocatedTensor | Tensor) -> tuple[Any, ...] | None
     return (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
 
 
-# --- files of one rank ----------------------------------------------------------------------------
-
-
 def load_rank_file(
     path: Path, *, weights_only: bool, own: Collection[str], inert: Sequence[str] = ()
 ) -> dict[str, Any]:
@@ -323,9 +320,6 @@ def load_rank_file(
             remedy="Restore it from a backup, or use another checkpoint.",
         )
     return dict(loaded)
-
-
-# --- files that are not as their program writes them ----------------------------------------------
 
 
 @contextmanager

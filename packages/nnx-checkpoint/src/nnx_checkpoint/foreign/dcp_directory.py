@@ -58,9 +58,6 @@ _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _EXTRA_STATE = "_extra_state"
 
 
-# --- recognizing ----------------------------------------------------------------------------------
-
-
 def interpret(
     tree: Mapping[str, Any], *, keys: Mapping[str, Sequence[str]] | None = None, every_model: bool = False
 ) -> Parts:
@@ -170,9 +167,6 @@ def _natural(key: str) -> list[Any]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]
 
 
-# --- the way back ---------------------------------------------------------------------------------
-
-
 def state_to_write(
     checkpoint: Described,
     *,
@@ -266,9 +260,6 @@ def _require_names(path: Any, states: Sequence[OptimizerState]) -> None:
                 remedy="Pass `parameter_names`, a list of names for each optimizer in the order of its "
                 "groups; or resume once with any strategy of nnx, save, and convert that.",
             )
-
-
-# --- reading a directory --------------------------------------------------------------------------
 
 
 def looks_like_dcp(path: str | os.PathLike[str]) -> bool:
@@ -382,9 +373,6 @@ def _names(late: Sequence[tuple[float, int, Path]]) -> str:
     return ", ".join(path.name for _, _, path in late[:4]) + (", ..." if len(late) > 4 else "")
 
 
-# --- the formats ----------------------------------------------------------------------------------
-
-
 class DcpDirectory(CheckpointFormat):
     """What ``dcp.save`` writes: ``.metadata`` and files of every rank, or safetensors files without it."""
 
@@ -448,7 +436,6 @@ class DcpDirectory(CheckpointFormat):
             write_dcp_files(directory, described, state, objects=(TRAINER, beside), progress=progress)
 
 
-# --- the format ``lightning_sharded`` -------------------------------------------------------------
 # Sharded directories of Lightning's ModelParallelStrategy and FSDPStrategy, from Trainer and from Fabric,
 # are DCP directories with the rest of Lightning's dict beside, in ``meta.pt``.
 

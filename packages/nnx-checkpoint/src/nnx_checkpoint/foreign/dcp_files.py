@@ -39,7 +39,6 @@ __all__ = [
 ]
 
 
-# --- items in the data files ----------------------------------------------------------------------
 # Every item is a little zip file of ``torch.save``. Tensors stay where they are; objects go through torch's
 # restricted unpickler.
 
@@ -153,8 +152,6 @@ class Items:
             whole[box.slices] = part.read() if isinstance(part, FileTensor) else part
         return whole
 
-    # --- one item ---------------------------------------------------------------------------------
-
     def _part(self, name: str, box: Box, item: Item) -> FileTensor | Tensor:
         with self._explained(name, item):
             path = self._directory / item.file
@@ -208,7 +205,6 @@ def require_cover(directory: Path, name: str, shape: tuple[int, ...], boxes: Ite
         )
 
 
-# --- directories in safetensors files -------------------------------------------------------------
 # ``HuggingFaceStorageWriter(save_distributed=True)`` writes them. They have no metadata of their own: each
 # file says where in its tensors its data begins, and the sizes of the tensors follow from all files
 # together. So a file that is missing in the middle is noticed, but the loss of the last part of every

@@ -112,9 +112,6 @@ class LightningFile(CheckpointFormat):
             write_torch_file(temporary, tree, described, name=Path(path).stem, progress=progress)
 
 
-# --- reading --------------------------------------------------------------------------------------
-
-
 def _interpret(contents: Contents, rest: dict[str, Any]) -> ForeignCheckpoint:
     ours = rest.pop(_OURS, None) if _is_ours(rest.get(_OURS)) else None
     origin: dict[str, Any] = {"provenance": {"format": contents.format}}
@@ -203,9 +200,6 @@ def _is_optimizer_state(value: Any) -> bool:
     return isinstance(groups, (list, tuple)) and all(
         isinstance(group, Mapping) and "params" in group for group in groups
     )
-
-
-# --- writing --------------------------------------------------------------------------------------
 
 
 def lightning_dict(checkpoint: Described) -> dict[str, Any]:

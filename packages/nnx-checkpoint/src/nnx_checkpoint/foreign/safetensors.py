@@ -29,9 +29,6 @@ from nnx_checkpoint.reading.reader import Checkpoint
 from nnx_checkpoint.reading.slabs import new_directory, new_file, read_in_order, stream_to
 from nnx_checkpoint.storage.files import read_exactly, write_file
 
-# --- the format -----------------------------------------------------------------------------------
-
-
 _SUFFIX = ".safetensors"
 _INDEX = ".safetensors.index.json"
 _WEIGHTS = "model"
@@ -123,9 +120,6 @@ class SafetensorsFiles(CheckpointFormat):
                 job.write_training_state(directory)
 
 
-# --- reading --------------------------------------------------------------------------------------
-
-
 def _weight_files(directory: Path) -> tuple[Path, bool] | None:
     """The index, or the one file with weights, and whether it is an index; None if there is neither."""
     names = sorted(name for name in os.listdir(directory) if not name.startswith(("_", ".", _TRAINING)))  # noqa: PTH208
@@ -196,9 +190,6 @@ def _add_training_state(contents: Contents, directory: Path) -> dict[str, Any]:
         _add(contents, tensor.name, tensor, file)
     raw = read_exactly(text, text.stat().st_size).decode(errors="replace")
     return unpack(raw, contents, Lifted, source=str(text))
-
-
-# --- writing --------------------------------------------------------------------------------------
 
 
 @dataclass

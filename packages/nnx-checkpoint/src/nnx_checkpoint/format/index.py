@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["INDEX", "Group", "Index", "Piece", "TensorEntry", "decode_index", "encode_index"]
 
 
-# --- one tensor -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One box of a tensor in one file.
@@ -134,9 +131,6 @@ class TensorEntry:
         for stored, pieces in self.copies.items():
             if stored.intersection(box) is not None:
                 yield next((piece for piece in pieces if piece.file == prefer), pieces[0])
-
-
-# --- tensors that are cut alike -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,9 +245,6 @@ class GroupPieces(Sequence[Piece]):
             owners = self.group.owners[number]
             file = next((i for i in owners if files[i] == prefer), owners[0])
             yield self._index.locate(self._name, number, file)
-
-
-# --- all tensors ----------------------------------------------------------------------------------
 
 
 INDEX = "index.json"
@@ -421,9 +412,6 @@ class _Tensors(Mapping[str, TensorEntry]):
         return len(self._names)
 
 
-# --- writing --------------------------------------------------------------------------------------
-
-
 def index_of(tensors: Mapping[str, tuple[str, tuple[int, ...], Mapping[Box, Sequence[str]]]]) -> Index:
     """Group tensors of which each is listed on its own.
 
@@ -475,9 +463,6 @@ def encode_index(index: Index) -> bytes:
         "tensors": dict(index.numbers),
     }
     return (json.dumps(whole, separators=(",", ":")) + "\n").encode()
-
-
-# --- reading --------------------------------------------------------------------------------------
 
 
 def decode_index(

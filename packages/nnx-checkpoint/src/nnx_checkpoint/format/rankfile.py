@@ -133,7 +133,6 @@ def flat_bytes(tensor: Tensor, limit: int = _SLAB) -> Iterator[memoryview]:
     yield memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
-# --- ranges of bytes ------------------------------------------------------------------------------
 # A region whose inner dims are whole is one range; columns of a matrix are one range for each row. Ranges
 # whose gap is small are joined, because reading a small gap costs less than leaving it out.
 

@@ -307,7 +307,6 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) 
         ) from error
 
 
-# --- formats whose readers come with our packages for their engines -------------------------------
 # A reader takes the place of its entry here once its package is installed. Without it, these entries
 # recognise the checkpoint, so that `nnx ckpt ls` lists it and opening it names the package.
 

@@ -58,9 +58,6 @@ class Saved:
     rank_objects: dict[str, Any] | None = None
 
 
-# --- out of a training state ----------------------------------------------------------------------
-
-
 def collect(
     model: Mapping[str, Any] | None,
     optimizers: Sequence[OptimizerState] | None,
@@ -158,9 +155,6 @@ def numbered_optimizer_state(state: OptimizerState, *, keep_names: bool = False)
         "state": {numbers.get(name, name): values for name, values in state["state"].items()},
         "param_groups": groups,
     }
-
-
-# --- into a training state ------------------------------------------------------------------------
 
 
 class LazyStateDict(MutableMapping[str, Any]):
@@ -370,7 +364,6 @@ def numbers_parameters(state: Mapping[str, Any]) -> bool:
     return any(isinstance(number, int) for group in state["param_groups"] for number in group["params"])
 
 
-# --- views ----------------------------------------------------------------------------------------
 # An open checkpoint seen differently: with the tensors in its objects left on disk, or the weights alone.
 
 

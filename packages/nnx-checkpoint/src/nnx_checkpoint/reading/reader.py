@@ -27,9 +27,6 @@ __all__ = [
 ]
 
 
-# --- an opened checkpoint, whatever its format ----------------------------------------------------
-
-
 class Checkpoint(ABC):
     """What a checkpoint holds, under the logical names of `nnx_checkpoint.reading.naming`.
 

@@ -244,7 +244,6 @@ class _ReadAhead:
         return data
 
 
-# --- the header of a rank file --------------------------------------------------------------------
 # What nnx reads of a header is compared with the index whenever it is used. Other programs read more of it.
 
 
@@ -272,7 +271,6 @@ def find_header_fault(raw: bytes) -> str:
     return ""
 
 
-# --- other formats --------------------------------------------------------------------------------
 # The files must be readable as what they are, every tensor must lie inside its file, and in zip archives,
 # which files of ``torch.save`` are, the CRC-32 of every entry must match; torch itself never looks at it.
 

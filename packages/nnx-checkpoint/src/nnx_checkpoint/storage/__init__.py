@@ -68,8 +68,6 @@ class Place(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self)!r})"
 
-    # --- looking ---------------------------------------------------------------------------------
-
     @abstractmethod
     def kind(self) -> Literal["file", "directory", "other"] | None:
         """What is there; ``other`` for what is neither, such as a link inside a directory that was named."""
@@ -87,8 +85,6 @@ class Place(ABC):
         with self.explained("read"):
             return self._size()
 
-    # --- reading ---------------------------------------------------------------------------------
-
     @abstractmethod
     def reader(self) -> Reader:
         """Open the file for many reads."""
@@ -100,8 +96,6 @@ class Place(ABC):
     @abstractmethod
     def open(self) -> BinaryIO:
         """The file as Python's file object, for libraries that want one."""
-
-    # --- writing ---------------------------------------------------------------------------------
 
     @abstractmethod
     def make(self) -> None:

@@ -257,7 +257,6 @@ def truncated(path: str | os.PathLike[str], position: int, expected: int) -> Che
     )
 
 
-# --- what a directory may lead to -----------------------------------------------------------------
 # A directory of another program's may lead to itself, and in Hugging Face's cache to its repository. Those
 # programs write no links, but people make them, and pass directories on. A link that stays in the directory
 # is followed; one that leaves it, a pipe, a socket or a device is refused before anything is read.

@@ -44,9 +44,6 @@ __all__ = [
 ]
 
 
-# --- files ----------------------------------------------------------------------------------------
-
-
 _LARGEST_PICKLE = 256 << 20
 _SMALL = 64 << 20
 """Bytes that an expanded tensor, or all records, may take beyond four times their file's."""
@@ -311,7 +308,6 @@ def read_tensors(tree: Any) -> Any:
     return map_tree(tree, lambda value: value.read() if isinstance(value, FileTensor) else value)
 
 
-# --- one tensor in a part of a file ---------------------------------------------------------------
 # The data files of `torch.distributed.checkpoint` are many files of ``torch.save`` end to end, most of which
 # hold one tensor. Where its elements are is found from a few hundred bytes: from the zip's directory and from
 # the pickle, which is read by an unpickler that knows nothing but tensors and calls nothing of torch.

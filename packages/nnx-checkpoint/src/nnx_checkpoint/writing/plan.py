@@ -45,7 +45,6 @@ Members = tuple[Group, Numbers]
 """A group, whose owners are ranks, and the numbers of its tensors."""
 
 
-# --- what all ranks hold together -----------------------------------------------------------------
 # Ranks whose catalogs and exceptions are alike form a family: they cut the same tensors alike, each into
 # boxes of its own. So tensors that every family treats alike are one group, and the work grows with tensors,
 # with ranks and with what was sent, but not with their product.
@@ -205,7 +204,6 @@ class _Merger:
         return [(rank, boxes[number]) for rank, boxes in one.boxes]
 
 
-# --- who stores what ------------------------------------------------------------------------------
 # Each box is stored once, with the bytes spread evenly over the ranks that hold it. The tensors of a group
 # are dealt out in turn, and so are the boxes of a tensor, so that nothing is decided, stored or sent for each
 # tensor and rank. A tensor that many hold whole and that is larger than a rank's fair share is cut, so that
@@ -276,9 +274,6 @@ def _lightest(loads: Numbers, count: int) -> int:
         return 0
     sums = np.concatenate([[0], np.cumsum(np.concatenate([loads, loads[:count]]))])
     return int(np.argmin(sums[count : count + len(loads)] - sums[: len(loads)]))
-
-
-# --- the plan -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

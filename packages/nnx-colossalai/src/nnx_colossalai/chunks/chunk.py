@@ -76,8 +76,6 @@ class Chunk(ABC):
         """
 
 
-# --- engine ----------------------------------------------------------------------------------------------
-#
 # What the backend needs of the two ways to hold chunks.
 #
 # `LocalEngine` serves one process, `ShardedEngine` several, on FSDP2.
@@ -188,8 +186,6 @@ class ChunkEngine(ABC):
         """Place chunks otherwise, between two steps; optimizer state is the caller's. Collective."""
 
 
-# --- values ----------------------------------------------------------------------------------------------
-#
 # Tensors inside of what modules and steps are given and return.
 
 
@@ -266,8 +262,6 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-# --- pending ---------------------------------------------------------------------------------------------
-#
 # Parameters that must be waited for: whatever uses one first makes everyone wait who has to.
 #
 # While an optimizer steps a chunk in the background, or its working weights are not on the device yet, its

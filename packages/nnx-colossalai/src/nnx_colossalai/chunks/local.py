@@ -77,8 +77,6 @@ class LocalEngine(ChunkEngine):
         self._gradients = Gradients(device)
         self._step = Step((), self._gradients)
 
-    # --- set up -------------------------------------------------------------------------------
-
     @override
     def parallelize(self, root: nn.Module, units: Sequence[Unit]) -> Mapping[nn.Parameter, nn.Parameter]:
         if self._units:
@@ -208,8 +206,6 @@ class LocalEngine(ChunkEngine):
         finally:
             self._connect(root)
 
-    # --- step ---------------------------------------------------------------------------------
-
     @override
     def run_step(self, root: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         if not self._step.is_needed:
@@ -237,8 +233,6 @@ def _depth(tier: Tier) -> int:
     return list(Tier).index(tier)
 
 
-# --- local order -----------------------------------------------------------------------------------------
-#
 # In which order chunks are used, as the last step of the same kind went.
 
 
@@ -284,8 +278,6 @@ def number(chunks: Iterable[LocalChunk]) -> None:
         chunk.index = index
 
 
-# --- local step ------------------------------------------------------------------------------------------
-#
 # A step at world size 1: when working weights are shown, fetched and let go, and when the masters are back.
 #
 # A step begins with `LocalEngine.run_step` or with the first forward of a module that has working weights,
@@ -407,8 +399,6 @@ class Step:
         self._has_accumulated = self._is_differentiated = False
         self._following: LocalChunk | None = None
 
-    # --- begin and end ------------------------------------------------------------------------
-
     @property
     def is_needed(self) -> bool:
         """Whether there are working weights at all."""
@@ -505,8 +495,6 @@ class Step:
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self.backward_runs())  # type: ignore[no-untyped-call]
 
-    # --- forward ------------------------------------------------------------------------------
-
     def enter(
         self,
         chunks: Sequence[LocalChunk],
@@ -587,8 +575,6 @@ class Step:
         self._following = None
         following.prepare()
 
-    # --- backward -----------------------------------------------------------------------------
-
     def backward_runs(self) -> None:
         """Called in a backward, any number of times."""
         number = current_backward()
@@ -641,8 +627,6 @@ class Step:
                 window.arrived(slot)
 
 
-# --- local hooks -----------------------------------------------------------------------------------------
-#
 # Hooks on the modules that use working weights; they stay behind when a module is copied or pickled.
 
 

@@ -26,8 +26,6 @@ from nnx_colossalai.device import Device
 from nnx_colossalai.ledger import DeviceMemoryError
 from nnx_colossalai.plan.spec import Tier
 
-# --- flat ------------------------------------------------------------------------------------------------
-#
 # Parameters one after the other in flat buffers, exactly as large as they are together.
 #
 # A `Segment` is what a chunk has of one kind: the same dtype between steps, the same dtype in a step, all
@@ -170,9 +168,6 @@ class Slot:
         self.geometry = (self.template.shape, self.template.stride())
 
 
-# --- local chunk -----------------------------------------------------------------------------------------
-
-
 class Shown(Enum):
     """What the parameters of a chunk show; it goes round in this order with each step."""
 
@@ -271,8 +266,6 @@ class LocalChunk(Chunk):
         self._lock = Lock()
         self._place(tier)
 
-    # --- what it is ---------------------------------------------------------------------------
-
     @property
     def has_working(self) -> bool:
         """Whether a step computes with other tensors than the masters."""
@@ -302,8 +295,6 @@ class LocalChunk(Chunk):
     def trained(self) -> list[Slot]:
         """The slots that get gradients."""
         return [slot for slot in self.slots if slot.parameter.requires_grad]
-
-    # --- placing ------------------------------------------------------------------------------
 
     def move(self, tier: Tier) -> None:
         """Place it otherwise, between two steps.
@@ -390,8 +381,6 @@ class LocalChunk(Chunk):
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
         self._buffers, self.slots = [], []
 
-    # --- what the optimizer says --------------------------------------------------------------
-
     @override
     def refresh(self) -> None:
         if not self.has_working:
@@ -434,8 +423,6 @@ class LocalChunk(Chunk):
         self._wait()
         self._working = Working.STALE
         self._on_use(self)
-
-    # --- a step -------------------------------------------------------------------------------
 
     def distrust(self) -> None:
         """Masters may have been changed in ways that leave no trace."""

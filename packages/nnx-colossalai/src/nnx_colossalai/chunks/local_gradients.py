@@ -156,8 +156,6 @@ class Gradients:
             return _on_host(slot, lambda numel, dtype: torch.empty(numel, dtype=dtype))
         return self._device.empty(slot.numel, slot.dtype).as_strided(*slot.geometry)
 
-    # --- to host memory -----------------------------------------------------------------------
-
     def _send(self, slot: Slot, gradient: Tensor) -> None:
         numel, dtype = gradient.numel(), gradient.dtype
         nbytes = numel * gradient.element_size()
@@ -193,8 +191,6 @@ class Gradients:
     def _drain(self) -> None:
         while self._arriving:
             self._receive()
-
-    # --- end ----------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Wait for all that is on its way: totals are complete then."""
@@ -242,8 +238,6 @@ def _on_host(slot: Slot, allocate: Callable[[int, torch.dtype], Tensor]) -> Tens
     return slot.memory.detach().as_strided(*slot.geometry)
 
 
-# --- listening -------------------------------------------------------------------------------------------
-#
 # How a step hears of gradients: of each by itself, or of a chunk's small ones with the last of them.
 #
 # A call of Python between two kernels finds nothing of its own in the caches, and costs about as much as a
@@ -287,8 +281,6 @@ class Listener:
         self._together: dict[LocalChunk, list[Slot]] = {}
         self._silenced = Silenced(())
         self._may_group = True
-
-    # --- hooks --------------------------------------------------------------------------------
 
     def listen(self, chunk: LocalChunk) -> None:
         """Take the gradients of parameters that are trained, after whoever else looks at them."""
@@ -346,8 +338,6 @@ class Listener:
         self._heard.add(slot)
         if self._may_group and _may_wait(slot):
             self._last[chunk] = slot
-
-    # --- together -----------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """Take the hooks off parameters whose gradients another one's will tell of."""

@@ -71,8 +71,6 @@ class ShardedEngine(ChunkEngine):
         self._accumulates_complete = False
         self._is_new = True
 
-    # --- set up -------------------------------------------------------------------------------
-
     @override
     def parallelize(self, root: nn.Module, units: Sequence[Unit]) -> Mapping[nn.Parameter, nn.Parameter]:
         if self._root is not None:
@@ -140,8 +138,6 @@ class ShardedEngine(ChunkEngine):
         self.chunks, self._root = (), None
         self._order.clear()
         return replaced
-
-    # --- step ---------------------------------------------------------------------------------
 
     @override
     def run_step(self, root: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -219,8 +215,6 @@ class ShardedEngine(ChunkEngine):
             return
         self._casts.hide()
         self._units.free_gathered(self._root)
-
-    # --- state --------------------------------------------------------------------------------
 
     @override
     def finish(self) -> None:
@@ -301,8 +295,6 @@ class _Units(FSDPBackend):
         self._reshard(root)
 
 
-# --- sharded chunk ---------------------------------------------------------------------------------------
-#
 # A chunk above world size 1: one FSDP2 unit, its masters as DTensors.
 #
 # FSDP2 gathers, frees, reduces and accumulates; a chunk decides from which memory it gathers, and sees to it
@@ -357,8 +349,6 @@ class ShardedChunk(Chunk):
         """What the device holds of it, beside this rank's part, while it is computed with."""
         return sum(segment.complete_bytes for segment in self._segments)
 
-    # --- memory -------------------------------------------------------------------------------
-
     def place(self, tier: Tier) -> dict[nn.Parameter, nn.Parameter]:
         """Put the chunk where the tier says.
 
@@ -401,8 +391,6 @@ class ShardedChunk(Chunk):
             segment.let_go()
         self.masters, self._gathered = {}, []
 
-    # --- pending ------------------------------------------------------------------------------
-
     @override
     def set_pending(self, wait: Callable[[], None] | None) -> None:
         self._wait = wait
@@ -419,8 +407,6 @@ class ShardedChunk(Chunk):
             return
         self.set_pending(None)
         wait()
-
-    # --- what FSDP2 does ----------------------------------------------------------------------
 
     def _before_gather(self, group: Gathered) -> None:
         self.settle()

@@ -236,9 +236,6 @@ def _count(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-# --- what sharding adds -----------------------------------------------------------------------------
-
-
 def padded_numel(parameter: nn.Parameter, world_size: int) -> int:
     """Elements that all ranks together hold of it: its first dimension is cut into equal parts.
 

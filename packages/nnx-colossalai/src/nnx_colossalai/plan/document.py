@@ -67,8 +67,6 @@ class PlanDocument:
         }
         return cls.of_text(json.dumps(body), path="")
 
-    # --- text and files -------------------------------------------------------------------------
-
     @property
     def text(self) -> str:
         """The JSON, one line for each chunk."""
@@ -125,8 +123,6 @@ class PlanDocument:
             PlanError: There is none, or it cannot be understood.
         """
         return cls._of_body(_FORMAT.load(path), path=str(path))
-
-    # --- use ------------------------------------------------------------------------------------
 
     def placement(self, spec: ModelSpec, *, path: str = "") -> Placement:
         """Where the plan puts the chunks of a model, in the model's order.
@@ -214,8 +210,6 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(found[:_NAMES_SHOWN]) + more
 
 
-# --- table -----------------------------------------------------------------------------------------------
-#
 # A plan as a text table: every chunk, what it holds where, what it moves, and why.
 #
 # Layers that follow each other and are alike are one line. Owns the text; every number is from the cost

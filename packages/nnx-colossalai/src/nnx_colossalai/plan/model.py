@@ -69,8 +69,6 @@ def widths(precision: str | int) -> Widths:
     raise OptionError(f"precision={precision!r} is unknown to chunks.", remedy=f"Use one of {known}.")
 
 
-# --- optimizers -------------------------------------------------------------------------------------
-
 _TENSORS: dict[str, int] = {
     "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SparseAdam": 2, "Adadelta": 2, "Rprop": 2,
     "Adagrad": 1, "ASGD": 1, "RMSprop": 1, "Muon": 1, "Lion": 1, "SGD": 0, "Adafactor": 0,
@@ -136,9 +134,6 @@ def _of_class(cls: type[Optimizer], groups: Sequence[dict[str, Any]]) -> Optimiz
         (sum(bool(group.get(switch)) for switch in _SWITCHES.get(name, ())) for group in groups), default=0
     )
     return OptimizerMemory(_TENSORS[name] + most)
-
-
-# --- the whole --------------------------------------------------------------------------------------
 
 
 def model_spec(
@@ -210,8 +205,6 @@ def buffer_bytes(root: nn.Module) -> int:
     return sum(buffer.numel() * buffer.element_size() for buffer in root.buffers())
 
 
-# --- doubtful --------------------------------------------------------------------------------------------
-#
 # Which layers cannot be chunks: others use their weights, or nobody could see that none does.
 #
 # Owns the rule that the plan of a run and a dry run share; what a step uses is `probe`'s.

@@ -299,8 +299,6 @@ def _check(spec: ModelSpec, resources: RankResources) -> None:
             )
 
 
-# --- refusals --------------------------------------------------------------------------------------------
-#
 # What is said when no placement fits: the bytes needed, what most of them are, and the knob.
 
 

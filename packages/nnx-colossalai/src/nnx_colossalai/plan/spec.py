@@ -149,8 +149,6 @@ class Placement:
     tiers: dict[str, Tier]
 
 
-# --- wishes ----------------------------------------------------------------------------------------------
-#
 # What the user asks of a plan, checked for contradictions before anything is computed.
 #
 # Owns the meaning of the wishes; never looks at a model's sizes (`planner` does).

@@ -41,7 +41,6 @@ from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task
 from nnx_conformance.training import outcome_of
 
-# --- keeping --------------------------------------------------------------------------------------
 # ModelCheckpoint: which checkpoints it keeps, that all ranks agree on them, and resuming by their role.
 
 
@@ -88,9 +87,6 @@ class Scored(Resumable):
 
 
 _TASK = replace(TASK, model=Scored)
-
-
-# --- jobs -----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -152,9 +148,6 @@ def _use(subject: Subject, task: Task, folder: str) -> tuple[Outcome, int]:
     again = _trainer(subject, replace(task, steps=len(SCORES) + 1, seed=8), folder, callbacks=[saver])
     again.fit(replace(task, seed=8).module(), ckpt_path="last")
     return best, -1 if saver.started is None else saver.started.counters["global_step"]
-
-
-# --- accidents ------------------------------------------------------------------------------------
 
 
 @check(of_adapter=True)
@@ -220,9 +213,6 @@ def _truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-10])
 
 
-# --- models and jobs ------------------------------------------------------------------------------
-
-
 class Wider(Resumable):
     """Another model: one layer of another size, and one more."""
 
@@ -258,7 +248,6 @@ def _save_in_vain(subject: Subject, task: Task, path: str) -> tuple[str, int]:
     return failing.error, len(record.losses)
 
 
-# --- kills ----------------------------------------------------------------------------------------
 # A process that dies while it saves over a checkpoint: the one before or the new one is there, whole.
 #
 # The savers are forked from the workers, which have imported everything and hold no process group. One of
@@ -344,7 +333,7 @@ def _expect_whole(bench: Bench, path: str, version: int, where: str) -> int:
     return found
 
 
-# --- in the workers -------------------------------------------------------------------------------
+# The functions below run in the workers.
 
 
 class _Killed(Callback):

@@ -32,8 +32,6 @@ from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Task
 from nnx_conformance.training import outcome_of
 
-# --- contents -------------------------------------------------------------------------------------
-
 
 @check(of_adapter=True)
 def checkpoint_is_whole(bench: Bench) -> None:
@@ -142,9 +140,6 @@ def _optimizer_name(key: str) -> str:
     return f"optim.{index}.state.{name}"
 
 
-# --- jobs -----------------------------------------------------------------------------------------
-
-
 def _save_in_background(subject: Subject, task: Task, path: str) -> Record:
     return run(subject, task, paths={SAVED_AFTER: path}, in_background=True)
 
@@ -187,7 +182,6 @@ def _evaluate_after(subject: Subject, task: Task) -> Outcome:
     return outcome_of(trainer, module)
 
 
-# --- hooks ----------------------------------------------------------------------------------------
 # Hooks of modules and callbacks around checkpoints: what they put in comes back, what they change counts.
 
 
@@ -237,9 +231,6 @@ def callback_state_comes_back(bench: Bench) -> None:
             f"was resumed after {SAVED_AFTER}.",
         )
         expect(entry == SAVED_AFTER, f"rank {rank}: a callback's hook saved {SAVED_AFTER} and got {entry}.")
-
-
-# --- models and callbacks -------------------------------------------------------------------------
 
 
 class Noting(Resumable):
@@ -341,9 +332,6 @@ class Counting(Callback):
     ) -> None:
         """Take the entry."""
         self.entry = checkpoint["of_counting"]
-
-
-# --- jobs -----------------------------------------------------------------------------------------
 
 
 def _names(subject: Subject, task: Task) -> list[str]:

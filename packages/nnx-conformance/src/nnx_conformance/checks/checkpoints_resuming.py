@@ -39,9 +39,6 @@ from nnx_conformance.subject import Subject
 from nnx_conformance.task import GLOBAL_BATCH, Outcome, Plain, Task, dataset, share_of
 from nnx_conformance.training import outcome_of
 
-# --- resuming -------------------------------------------------------------------------------------
-
-
 _RESUMED = "resumed with 2 ranks"
 
 
@@ -145,8 +142,6 @@ def saving_after_fit(bench: Bench) -> None:
         expect_equal_losses(resumed.losses, losses, tolerance=TOLERANCE, where=where)
 
 
-# --- models ---------------------------------------------------------------------------------------
-
 CHANGED = ({"lr": 0.004, "weight_decay": 0.1}, {"lr": 0.003, "weight_decay": 0.2})
 """Hyperparameters of the param groups of `TwoGroups` once `ChangeGroups` was there."""
 
@@ -201,9 +196,6 @@ class TwoOptimizers(Resumable):
         return [self.adam(blocks), torch.optim.SGD(rest, lr=0.02, momentum=0.9)]
 
 
-# --- jobs -----------------------------------------------------------------------------------------
-
-
 def _saved_state(subject: Subject, task: Task, step: int = SAVED_AFTER) -> Snapshot:
     """The state after some steps."""
     return run(subject, replace(task, steps=step), paths={step: ""}).saved
@@ -234,7 +226,6 @@ def _save_afterwards(subject: Subject, task: Task, path: str) -> tuple[Outcome, 
     return outcome_of(trainer, module), run(subject, replace(task, seed=8), ckpt_path=path)
 
 
-# --- resuming elsewhere ---------------------------------------------------------------------------
 # Resuming elsewhere: with another number of ranks, under `ddp`, and from `ddp`.
 
 
@@ -285,10 +276,6 @@ def _path(bench: Bench, saved_by: int) -> str:
     return str(bench.directory / f"saved-by-{saved_by}.ckpt")
 
 
-# --- jobs -----------------------------------------------------------------------------------------
-
-
-# --- random numbers and data ----------------------------------------------------------------------
 # Random numbers and data: a resumed run draws and reads what the whole one would have.
 
 
@@ -355,9 +342,6 @@ def _read(ranks: list[list[int]]) -> set[int]:
     return {sample for rank in ranks for sample in rank}
 
 
-# --- models ---------------------------------------------------------------------------------------
-
-
 class Dropping(Plain):
     """Has dropout, and notes what else is drawn in each step."""
 
@@ -416,9 +400,6 @@ class SeedRanks(Callback):
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-
-
-# --- jobs -----------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -23,7 +23,6 @@ from nnx_conformance.training import make_trainer, outcome_of
 from nnx_core.backend import Backend
 from nnx_core.names.registry import StrategyRegistry
 
-# --- the exact state at one moment ----------------------------------------------------------------
 # The exact training state of a run at one moment, complete and by name, whatever engine holds it.
 #
 # It is looked at through what the strategy itself hands out for saving, so that engines whose parameters
@@ -155,7 +154,6 @@ def _gather(tensors: Mapping[tuple[str, str], Tensor | Shard]) -> dict[tuple[str
     return complete
 
 
-# --- runs -----------------------------------------------------------------------------------------
 # The runs that checks of checkpoints share: a model with state of every kind, saved and resumed.
 #
 # Backends write the shared checkpoint by themselves; other strategies, and one plain process, get
@@ -329,7 +327,6 @@ def error_of(call: Callable[[], Any]) -> str:
     return ""
 
 
-# --- what the ranks have saved --------------------------------------------------------------------
 # What the ranks have saved, opened where the check runs.
 
 

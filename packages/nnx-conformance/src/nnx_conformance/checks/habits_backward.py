@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from nnx_conformance.habits import Habitual, Manual, chapter
 
-# --- a backward inside the backward ---------------------------------------------------------------
-
 habit = chapter()
 
 
@@ -84,8 +82,6 @@ class ReentrantCheckpointsOnRankZero(_Through):
         return block(hidden)  # type: ignore[no-any-return]
 
 
-# --- a backward that fails ------------------------------------------------------------------------
-
 habit = chapter()
 
 
@@ -129,8 +125,6 @@ class ErrorInBackward(Manual):
             return
         optimizer.step()
 
-
-# --- weights that a forward writes ----------------------------------------------------------------
 
 habit = chapter()
 

@@ -19,7 +19,6 @@ from nnx_base.ranks import is_distributed
 from nnx_conformance.habits import Habitual, Manual, chapter
 from nnx_core.errors import NnxError
 
-# --- gradients ------------------------------------------------------------------------------------
 # Gradients are where PyTorch has them: user code reads, scales, zeroes, replaces and clips `p.grad`.
 
 
@@ -322,7 +321,6 @@ class RememberedGradients(Habitual):
             kept[name] = parameter.grad.clone()
 
 
-# --- optimizers -----------------------------------------------------------------------------------
 # Optimizers that look at more than one element: at whole tensors, at all of them, or twice.
 
 

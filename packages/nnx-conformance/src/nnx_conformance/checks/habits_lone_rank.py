@@ -23,9 +23,6 @@ _LAST = 1
 """The rank that fails alone."""
 
 
-# --- what users write -----------------------------------------------------------------------------
-
-
 class _SamplesBetweenBatches(Plain):
     def sample(self) -> None:
         with torch.no_grad():
@@ -97,9 +94,6 @@ class _LossDropped(Plain):
         return torch.zeros((), requires_grad=True) * 1.0 if is_dropped else loss
 
 
-# --- jobs -----------------------------------------------------------------------------------------
-
-
 def train_with(subject: Subject, meeting: str, kind: type[Plain], settings: dict[str, Any]) -> Ending:
     """Train a module of this kind."""
     module = kind(Task())
@@ -114,9 +108,6 @@ def save_after_failing(subject: Subject, meeting: str, directory: str) -> Ending
     saving = OnExceptionCheckpoint(directory)
     trainer = make_trainer(subject, module.task, callbacks=[saving], enable_checkpointing=True)
     return ending_of(lambda: trainer.fit(module), meeting)
-
-
-# --- checks ---------------------------------------------------------------------------------------
 
 
 def _endings(bench: Bench, job: Callable[..., Ending], *args: Any) -> list[Ending]:

@@ -19,7 +19,6 @@ from nnx_conformance.habits import Habitual, Manual, chapter
 from nnx_conformance.task import FEATURES, WIDTH, Task
 from nnx_core._torch_compat import foreach_mul_
 
-# --- attached -------------------------------------------------------------------------------------
 # What is attached or assigned to parameters stays: hooks, attributes, data, masks, other weights.
 
 
@@ -251,7 +250,6 @@ class Parametrized(Habitual):
         self.up.parametrizations.weight.original.requires_grad_(False)
 
 
-# --- weights --------------------------------------------------------------------------------------
 # Weights that user code reads: in `training_step`, between steps, and to differentiate by them.
 
 
@@ -443,7 +441,6 @@ class TwoBackwardPasses(Manual):
         optimizer.step()
 
 
-# --- rare -----------------------------------------------------------------------------------------
 # What is rare: parameters of unusual kinds, freezing in mid-run, a backward of the module's own.
 
 

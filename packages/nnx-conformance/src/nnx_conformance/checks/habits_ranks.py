@@ -177,7 +177,6 @@ class SkippedBlocks(Routed):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
-# --- sharing --------------------------------------------------------------------------------------
 # What ranks share: a batch that several of them compute together, and what collectives mean then.
 
 

@@ -17,9 +17,6 @@ from nnx_conformance.habits import Habitual, chapter
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Task
 
-# --- loaded by the module's own code --------------------------------------------------------------
-
-
 Model = TypeVar("Model", bound="type[Noting]")
 
 
@@ -202,9 +199,6 @@ def _double(module: Any, keys: Any) -> None:
     assert not keys.missing_keys
     with torch.no_grad():
         module.head.bias.mul_(2)
-
-
-# --- exported by rank zero ------------------------------------------------------------------------
 
 
 habit = chapter()

@@ -39,9 +39,6 @@ class GradientsByHand(Manual):
             parameter.grad = None
 
 
-# --- optimizers -----------------------------------------------------------------------------------
-
-
 habit = chapter()
 
 
@@ -107,9 +104,6 @@ class OptimizerThatWraps(Habitual):
     def configure_optimizers(self) -> Any:
         """It, around the plain one."""
         return _Lookahead(torch.optim.SGD(self.parameters(), lr=0.05))
-
-
-# --- modules --------------------------------------------------------------------------------------
 
 
 habit = chapter()

@@ -21,9 +21,6 @@ habit = chapter()
 _ROWS = 40
 
 
-# --- what users write -----------------------------------------------------------------------------
-
-
 class _Bank(Habitual):
     """Remembers the mean of each batch in a row of a frozen parameter, for the losses of later batches."""
 
@@ -101,9 +98,6 @@ class _BiasByRank(Habitual):
     def on_after_backward(self) -> None:
         with torch.no_grad():
             self.up.bias.add_(0.1 * (self.global_rank + 1) * self.trainer.world_size)
-
-
-# --- checks ---------------------------------------------------------------------------------------
 
 
 def _expect_one_process_or_refusal(bench: Bench, model: type[Habitual], **changes: Any) -> None:

@@ -28,7 +28,6 @@ from nnx_conformance.training import make_trainer, outcome_of, world_size
 from nnx_core.names.registry import StrategyRegistry
 from nnx_core.names.spec import import_reference
 
-# --- jobs -----------------------------------------------------------------------------------------
 # What the ranks do to see how a strategy fails: runs that must end with an error, and how they ended.
 
 
@@ -292,9 +291,6 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__  # an error that took another's place does not show it
-
-
-# --- checks ---------------------------------------------------------------------------------------
 
 
 SOON = 20.0

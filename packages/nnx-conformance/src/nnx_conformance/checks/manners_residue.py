@@ -31,11 +31,9 @@ from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task
 from nnx_conformance.training import OF_LAUNCHERS, Loop, fit, make_trainer, train, trainer_settings
 
-# --- repetition -----------------------------------------------------------------------------------
 # Repetition: several runs in one process, by name and by object, and beside another strategy.
 
 
-# --- copies ---------------------------------------------------------------------------------------
 # The two copies of Lightning: `lightning.*`, and `pytorch_lightning` with `lightning_fabric`.
 #
 # They are separate module trees, so a strategy has to be made for the one that asks.
@@ -94,9 +92,6 @@ def fit_in_other_copy(subject: Subject, task: Task) -> list[float]:
     trainer = tree.Trainer(**trainer_settings(subject, task, namespace="pytorch_lightning"))
     trainer.fit(module)
     return list(module.plain.losses)
-
-
-# --- repetition -----------------------------------------------------------------------------------
 
 
 TOLERATED = TOLERANCE[REPEATED.dtype]
@@ -166,11 +161,9 @@ def stop_early(subject: Subject) -> Outcome:
     return fit(subject, Task(steps=5), callbacks=[_Stopper()])
 
 
-# --- residue --------------------------------------------------------------------------------------
 # Residue: when training has ended, the process is as it was before.
 
 
-# --- jobs -----------------------------------------------------------------------------------------
 # What the ranks do to see what training leaves behind in the process.
 #
 # A probe describes one side of the process as counts by name; jobs take it before and after training.
@@ -289,9 +282,6 @@ def left_by_steps(subject: Subject) -> dict[str, int]:
     return {name: grown for name, grown in (last - first).items() if grown >= task.steps - 3}
 
 
-# --- probes -------------------------------------------------------------------------------------------
-
-
 def _process_groups() -> Counter[str]:
     """By size and backend."""
     groups = process_groups() if dist.is_initialized() else []
@@ -358,9 +348,6 @@ GROWING: dict[str, Probe] = {
     "tensors": _tensors,
 }
 """What the first run may add to, such as the default process group, and further ones may not."""
-
-
-# --- checks ---------------------------------------------------------------------------------------
 
 
 def _expect_unchanged(bench: Bench, name: str) -> None:

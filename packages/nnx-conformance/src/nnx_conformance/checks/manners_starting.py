@@ -30,7 +30,6 @@ from nnx_conformance.training import OF_LAUNCHERS, Loop, Seen, fit, interrupted,
 from nnx_core.names.registry import StrategyRegistry
 from nnx_core.names.spec import StrategySpec, import_reference
 
-# --- scripts --------------------------------------------------------------------------------------
 # Starts `scripts/train.py` in the ways in which users start theirs, and reads what the processes report.
 #
 # A launch costs seconds, so its outcome is kept for the checks that look at different sides of it.
@@ -185,7 +184,6 @@ def run_script(
         return code, output.read(), seconds
 
 
-# --- the plugin -----------------------------------------------------------------------------------
 # The plugin that brings the strategy: what it says of itself, and what it costs to ask.
 
 
@@ -278,7 +276,6 @@ def portable_spec(bench: Bench) -> None:
     expect(copy == spec, f"the spec comes back from a pickle as {copy}, expected {spec}.")
 
 
-# --- launching ------------------------------------------------------------------------------------
 # How processes start: by Lightning itself, by torchrun, by multiprocessing, or not at all.
 
 
@@ -456,7 +453,6 @@ class FailsOnLastRank(Plain):
         return super().training_step(batch, index)
 
 
-# --- Fabric ---------------------------------------------------------------------------------------
 # The same strategy in Fabric: a training loop that the user writes.
 
 

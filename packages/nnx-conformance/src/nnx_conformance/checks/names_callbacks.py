@@ -26,7 +26,6 @@ from nnx_conformance.subject import Subject
 from nnx_conformance.task import FEATURES, WIDTH, Block, Outcome, Plain, Task, process_rank_and_size
 from nnx_conformance.training import complete, fit, make_trainer
 
-# --- callbacks ------------------------------------------------------------------------------------
 # Callbacks that users write and that Lightning ships: what is keyed by a parameter's name works.
 
 
@@ -114,7 +113,7 @@ def _expect_close(seen: dict[str, float], expected: dict[str, float], *, where: 
         expect(is_close, f"{where}: {name} is {seen[name]:.7g}, one process has {wanted:.7g}.")
 
 
-# ---- what follows runs in the workers ----------------------------------------------------------------
+# The functions below run in the workers.
 
 
 class _NamedAverage(Callback):
@@ -307,11 +306,9 @@ def _summary(subject: Subject) -> dict[str, Any]:
     return module.facts
 
 
-# --- freezing and unfreezing ----------------------------------------------------------------------
 # Freezing and unfreezing while training, by name and by Lightning's own callbacks.
 
 
-# --- averages -------------------------------------------------------------------------------------
 # Lightning's callbacks that keep an averaged copy of the model.
 
 
@@ -345,7 +342,7 @@ def _compare(bench: Bench, which: str) -> None:
         )
 
 
-# ---- what follows runs in the workers ----------------------------------------------------------------
+# The functions below run in the workers.
 
 
 def _averaged_by(subject: Subject, which: str) -> Outcome:
@@ -357,9 +354,6 @@ def _averaged_by(subject: Subject, which: str) -> Outcome:
     return fit(
         subject, Task(batches=2), callbacks=[makers[which]()], max_steps=-1, max_epochs=3, limit_val_batches=1
     )
-
-
-# --- finetuning -----------------------------------------------------------------------------------
 
 
 @check("freezing_while_training")
@@ -394,7 +388,7 @@ def backbone_finetuning(bench: Bench) -> None:
     )
 
 
-# ---- what follows runs in the workers ----------------------------------------------------------------
+# The functions below run in the workers.
 
 
 def _set_trainable(module: nn.Module, prefix: str, trainable: bool) -> None:

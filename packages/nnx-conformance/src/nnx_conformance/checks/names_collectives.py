@@ -25,7 +25,6 @@ from nnx_conformance.training import fit, make_trainer, world_size
 T = TypeVar("T")
 
 
-# --- logged values --------------------------------------------------------------------------------
 # Logged values: reduced over the ranks where that is asked for, and only there.
 
 
@@ -89,7 +88,7 @@ def _expect_values(seen: Mapping[str, float], expected: Mapping[str, float], *, 
         expect(is_close, f"{where}: {name!r} is logged as {value}, expected {wanted:.7g}.")
 
 
-# ---- what follows runs in the workers ----------------------------------------------------------------
+# The functions below run in the workers.
 
 
 class _Sharing(Plain):
@@ -149,7 +148,6 @@ def _measured(subject: Subject) -> dict[str, float]:
     return _metrics_and_share(subject, _Measuring)
 
 
-# --- ranks ----------------------------------------------------------------------------------------
 # Who is who among the processes, and that each has random numbers of its own.
 
 
@@ -200,7 +198,7 @@ def _same(it_is: bool) -> str:
     return "the same" if it_is else "different"
 
 
-# ---- what follows runs in the workers ----------------------------------------------------------------
+# The functions below run in the workers.
 
 
 def _look_at_ranks(trainer: Trainer, module: Plain) -> dict[str, Any]:
@@ -267,9 +265,6 @@ def _drawn(subject: Subject) -> _Drawn:
     module.on_train_start = lambda: shares.append(share_of(trainer)["rank"])  # type: ignore[method-assign]
     trainer.fit(module)
     return _Drawn(shares[0], module.numbers)
-
-
-# --- collectives ----------------------------------------------------------------------------------
 
 
 @check(of_adapter=True)
@@ -359,7 +354,7 @@ def barrier(bench: Bench) -> None:
         expect(not missing, f"rank {rank} passed the barrier before ranks {missing} had come to it.")
 
 
-# ---- what follows runs in the workers ----------------------------------------------------------------
+# The functions below run in the workers.
 
 
 def _gather(subject: Subject) -> tuple[int, dict[str, Any]]:

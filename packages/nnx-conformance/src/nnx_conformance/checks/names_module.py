@@ -20,11 +20,7 @@ from nnx_conformance.subject import REFERENCE, Subject
 from nnx_conformance.task import WIDTH, Outcome, Plain, Task, dataset
 from nnx_conformance.training import fit, make_trainer
 
-# --- while it trains ------------------------------------------------------------------------------
 # The user's module while it trains: names, classes and objects stay what they were.
-
-
-# --- the module -----------------------------------------------------------------------------------
 
 
 _STEPS = 4
@@ -99,7 +95,7 @@ def _expect_names(seen: _Names, expected: _Names, *, where: str) -> None:
         expect(names == wanted, f"{where}: the {what} come in another order: {names} instead of {wanted}.")
 
 
-# ---- what follows runs in the workers ----------------------------------------------------------------
+# The functions below run in the workers.
 
 
 @dataclass(frozen=True)
@@ -267,7 +263,6 @@ def _who_is_who(subject: Subject) -> dict[str, bool]:
     }
 
 
-# --- afterwards -----------------------------------------------------------------------------------
 # The user's module after training: plain, its own class, and free of whatever the engine put on it.
 
 
@@ -340,7 +335,7 @@ def module_after_training_trains_plainly(bench: Bench) -> None:
         expect_equal_weights(outcome.weights, alone.weights, tolerance=_TOLERANCE, where=where)
 
 
-# ---- what follows runs in the workers ----------------------------------------------------------------
+# The functions below run in the workers.
 
 
 @dataclass(frozen=True)

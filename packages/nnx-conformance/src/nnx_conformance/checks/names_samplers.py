@@ -20,7 +20,6 @@ from nnx_conformance.task import Block, Plain, Task, dataset, share_of
 from nnx_conformance.training import make_trainer
 from nnx_conformance.training import world_size as number_of_ranks
 
-# --- samplers -------------------------------------------------------------------------------------
 # Which samples each rank reads: a sampler that Lightning injects, and one that the user brings.
 
 
@@ -130,7 +129,7 @@ def _expect_seen_once(shares: Sequence[Sequence[int]], *, padded: bool, where: s
     )
 
 
-# ---- what follows runs in the workers ----------------------------------------------------------------
+# The functions below run in the workers.
 
 
 @dataclass
@@ -250,7 +249,6 @@ def _read_epoch(subject: Subject, model: type[_Reader], **settings: Any) -> list
     return module.read.train[0]
 
 
-# --- Fabric ---------------------------------------------------------------------------------------
 # The same under Fabric: names, collectives and samplers.
 
 
@@ -302,7 +300,7 @@ def fabric_samplers(bench: Bench) -> None:
     )
 
 
-# ---- what follows runs in the workers ----------------------------------------------------------------
+# The functions below run in the workers.
 
 
 class _Net(nn.Module):

@@ -61,9 +61,6 @@ def once_for_all_nodes(bench: Bench) -> None:
         expect(counts == wanted, f"{name} was true or called {counts} times on 2 nodes, expected: {wanted}.")
 
 
-# --- jobs -----------------------------------------------------------------------------------------
-
-
 def _where_it_is(subject: Subject) -> dict[str, Any]:
     task = Task(steps=1)
     module, trainer = task.module(), make_trainer(subject, task)

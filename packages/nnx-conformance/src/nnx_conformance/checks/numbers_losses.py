@@ -22,8 +22,6 @@ from nnx_conformance.subject import Subject
 from nnx_conformance.task import Block, Grouped, Outcome, Plain, Task, share_of
 from nnx_conformance.training import fit
 
-# --- losses ---------------------------------------------------------------------------------------
-
 
 @check()
 def losses_float32(bench: Bench) -> None:
@@ -51,7 +49,6 @@ def _fit_seeded_by_rank(subject: Subject, task: Task) -> Outcome:
     return fit(subject, replace(task, seed=task.seed + int(os.environ["RANK"])))
 
 
-# --- gradients ------------------------------------------------------------------------------------
 # What happens to gradients between backward and step: accumulating, clipping, zeroing.
 
 
@@ -105,7 +102,6 @@ class _ZeroedInPlace(Plain):
         optimizer.zero_grad(set_to_none=False)
 
 
-# --- schedulers -----------------------------------------------------------------------------------
 # Learning rates follow their schedulers: by step, by epoch, and by a metric of all ranks.
 
 
@@ -174,7 +170,6 @@ class _OnPlateau(Plain):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "score"}}
 
 
-# --- sharding -------------------------------------------------------------------------------------
 # What a strategy that shards really holds: bytes behind its tensors, compared with one process.
 
 
@@ -291,7 +286,6 @@ def _bytes_behind(tensors: Iterable[Tensor]) -> int:
     return sum(sizes.values())
 
 
-# --- precision ------------------------------------------------------------------------------------
 # Lightning's precision strings: what is computed in which dtype, and how closely it equals one process.
 #
 # Two runs of one computation in a dtype differ by what rounding does to sums that are taken in another order.
@@ -377,9 +371,6 @@ def _norm(tensors: Mapping[str, Tensor]) -> float:
     return float(torch.cat([value.flatten() for value in tensors.values()]).norm())
 
 
-# --- what the ranks do --------------------------------------------------------------------------
-
-
 def fit_in_precision(
     subject: Subject, task: Task, *, callbacks: Sequence[Callback] = (), growth_interval: int = 1000
 ) -> Outcome:
@@ -427,7 +418,6 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# --- loss scaling ---------------------------------------------------------------------------------
 # Loss scaling in 16-mixed: every rank skips the same steps and has the same scale.
 
 
@@ -462,9 +452,6 @@ def clip_unscaled(bench: Bench) -> None:
         for rank, outcome in enumerate(bench.run(fit_in_precision, task, world_size=world_size)):
             where = f"rank {rank} of {world_size}"
             expect_parity_in_precision(outcome, alone, precision=_PRECISION, where=where)
-
-
-# --- what the ranks do --------------------------------------------------------------------------
 
 
 def _fit_with_overflows(subject: Subject, task: Task) -> Outcome:

@@ -15,7 +15,6 @@ from nnx_conformance.check import Bench, check
 from nnx_conformance.comparing import expect_parity
 from nnx_conformance.task import Grouped, Plain, Task
 
-# --- optimizers -----------------------------------------------------------------------------------
 # Optimizers step as in one process: their kinds, their parameter groups, their closures.
 
 
@@ -60,9 +59,6 @@ def elementwise_optimizers(bench: Bench) -> None:
     """Torch's optimizers that treat each element by itself step as in one process."""
     for kind in _ELEMENTWISE:
         expect_parity(bench, Task(model=kind, steps=4), what=kind.__name__)
-
-
-# --- modules ------------------------------------------------------------------------------------
 
 
 class _Stepped(Plain):
@@ -172,7 +168,6 @@ class _Extrapolated(_Stepped):
     kind, settings = _Extragradient, {"lr": 0.1}
 
 
-# --- manual optimization --------------------------------------------------------------------------
 # Manual optimization: the module calls backward and step itself, with one optimizer or several.
 
 

@@ -29,7 +29,6 @@ from nnx_conformance.subject import Subject
 from nnx_conformance.task import FEATURES, Outcome, Plain, Task, dataset, loader, share_of
 from nnx_conformance.training import Watched, make_trainer, outcome_of
 
-# --- models ---------------------------------------------------------------------------------------
 # The modules of the group `stages`: they watch what evaluation gives, and cut their batches in odd sizes.
 
 
@@ -131,11 +130,7 @@ class EmptyValidation(Watched):
         return DataLoader(TensorDataset(nothing, nothing), batch_size=4)
 
 
-# --- jobs -----------------------------------------------------------------------------------------
 # What the ranks do for the checks of `stages`: one module through several Trainers.
-
-
-# --- in any order -------------------------------------------------------------------------------------
 
 
 def _outcome(trainer: Trainer, module: Watched) -> Outcome:
@@ -212,9 +207,6 @@ def any_order_job(subject: Subject, task: Task) -> Outcome:
     trainer.fit(module)
     trainer.predict(module)
     return _outcome(trainer, module)
-
-
-# --- evaluation -----------------------------------------------------------------------------------------
 
 
 def fit_and_validate(subject: Subject, task: Task) -> Outcome:
@@ -308,9 +300,6 @@ def predict(subject: Subject, task: Task) -> tuple[int, list[Tensor]]:
     return module.share, [output.detach() for output in outputs or ()]
 
 
-# --- where a run ends -----------------------------------------------------------------------------------
-
-
 def fit_until(subject: Subject, task: Task, settings: dict[str, Any]) -> Outcome:
     """Train until the Trainer's settings end it."""
     module = _watched(task)
@@ -366,9 +355,6 @@ def stop_early(subject: Subject, task: Task) -> int:
     return len(module.losses)
 
 
-# --- checks ---------------------------------------------------------------------------------------
-
-
 _TASK = Task(batches=2, steps=2)
 
 
@@ -388,9 +374,6 @@ def _expect_same_evaluation(ranks: list[Outcome], alone: Outcome) -> None:
             where = f"{stage}, rank {rank} of {len(ranks)}"
             seen = outcome.notes.get(stage, [])
             expect_equal_losses(seen, expected, tolerance=TOLERANCE["float32"], where=where)
-
-
-# --- any order ----------------------------------------------------------------------------------------
 
 
 @check()
@@ -428,8 +411,6 @@ def any_order(bench: Bench) -> None:
     """One module goes through every stage in an unusual order, and each sees the weights of its time."""
     _compare(bench, any_order_job, _TASK)
 
-
-# --- evaluation within fit ------------------------------------------------------------------------------
 
 _VALIDATED = Task(model=Watched, batches=3)
 _BRANCHING = Task(batches=3)
@@ -533,9 +514,6 @@ def predictions_of_each_rank(bench: Bench) -> None:
             )
 
 
-# --- batches --------------------------------------------------------------------------------------------
-
-
 @check()
 def smaller_last_batch(bench: Bench) -> None:
     """An epoch's last batch may be smaller; training and evaluation use it as it is."""
@@ -576,9 +554,6 @@ def empty_validation(bench: Bench) -> None:
     """A validation loader without samples is passed over."""
     settings = {"limit_val_batches": 1.0, "num_sanity_val_steps": 1, "max_steps": -1, "max_epochs": 2}
     _ends_alike(bench, Task(model=EmptyValidation, batches=2), settings)
-
-
-# --- the end of a run -----------------------------------------------------------------------------------
 
 
 def _ends_alike(bench: Bench, task: Task, settings: dict[str, Any]) -> None:

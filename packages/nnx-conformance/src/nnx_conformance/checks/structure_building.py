@@ -20,7 +20,6 @@ from nnx_conformance.subject import Subject
 from nnx_conformance.task import BLOCKS, FEATURES, GLOBAL_BATCH, WIDTH, Block, Outcome, Plain, Task
 from nnx_conformance.training import Watched, fit, make_trainer, outcome_of
 
-# --- buffers --------------------------------------------------------------------------------------
 # Buffers, and norms over the batch, which keep statistics in them.
 
 
@@ -97,7 +96,6 @@ def synchronized_batch_norm(bench: Bench) -> None:
             expect(not changed, f"rank {rank}: after training the module has layers of class {changed}.")
 
 
-# --- building -------------------------------------------------------------------------------------
 # When and where a model and its optimizer are built.
 
 
@@ -173,9 +171,6 @@ def wrapped_layers_are_sharded(bench: Bench) -> None:
     """`wrap()` splits a layer over the ranks at once, so that a model can be built layer by layer."""
     for rank, (held, whole) in enumerate(bench.run(local_share, Task(steps=1))):
         expect(held < whole, f"rank {rank} holds {held} of the {whole} elements of the wrapped layers.")
-
-
-# --- models ---------------------------------------------------------------------------------------
 
 
 class BuiltLate(Plain):
@@ -447,9 +442,6 @@ class _Synchronize(LayerSync):
 def _moved(source: nn.Module, target: nn.Module) -> nn.Module:
     target._parameters, target._buffers = source._parameters, source._buffers
     return target.train(source.training)
-
-
-# --- jobs -----------------------------------------------------------------------------------------
 
 
 def watch_buffers(subject: Subject, task: Task, validate: bool) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from nnx_conformance.task import (
 )
 from nnx_conformance.training import fit, make_trainer
 
-# --- parameters -----------------------------------------------------------------------------------
 # Parameters: their shapes, which of them are shared, and which are trained.
 
 
@@ -138,7 +137,6 @@ def layers_used_twice(bench: Bench) -> None:
     trains(bench, Reusing)
 
 
-# --- layers ---------------------------------------------------------------------------------------
 # Kinds of layers and of batches, hooks, and chance.
 
 
@@ -229,7 +227,6 @@ def dropout_is_reproducible(bench: Bench) -> None:
         )
 
 
-# --- models ---------------------------------------------------------------------------------------
 # None has chance or statistics of its own share of a batch in what is compared with one process.
 
 
@@ -618,9 +615,6 @@ class _Masks(Plain):
 
 class _Keeping(Recomputing):
     recompute = False
-
-
-# --- jobs -----------------------------------------------------------------------------------------
 
 
 def freeze(subject: Subject, task: Task) -> dict[str, Any]:

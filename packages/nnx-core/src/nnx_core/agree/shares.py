@@ -87,9 +87,6 @@ def _group_among(lists: list[list[int]], *, backend: str | None) -> dist.Process
     return made[key]
 
 
-# --- batches --------------------------------------------------------------------------------------
-
-
 class SharedBatches:
     """Compares the batches of ranks that must have the same one: the first, and every so often.
 

@@ -49,9 +49,6 @@ _REMEDIES = {
 }
 
 
-# --- checksums ------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
     """A number that depends on every bit of a tensor and on where it stands: 0-d int64, on its device.
@@ -157,9 +154,6 @@ class Writes:
         return {name: int(self._sums.pop(parameter, 0)) for name, parameter in module.named_parameters()}
 
 
-# --- what is compared -----------------------------------------------------------------------------
-
-
 class _Item(NamedTuple):
     """A thing of which every rank that holds it must have the same.
 
@@ -231,9 +225,6 @@ def _statistics(module: nn.Module) -> set[str]:
         if hasattr(layer, "track_running_stats")
         for name in _STATISTICS
     }
-
-
-# --- comparing ------------------------------------------------------------------------------------
 
 
 class Watch:

@@ -36,7 +36,6 @@ __all__ = [
 ]
 
 
-# --- names ----------------------------------------------------------------------------------------
 # Which names and texts a new plugin may have, checked by ``nnx new`` before anything is written.
 #
 # A name is free if no strategy, distribution or module that this installation or the catalog knows has it.
@@ -137,9 +136,6 @@ def _is_taken(module: str, distribution: str) -> bool:
     if spec is None or spec.origin is None:  # nothing, or a mere directory of that name
         return False
     return distribution not in {plugin.distribution for plugin in inventory().plugins}
-
-
-# --- the project ----------------------------------------------------------------------------------
 
 
 KINDS = ("backend", "lightning")
@@ -305,9 +301,6 @@ def _check_directory(path: Path) -> None:
         raise OptionError(f"{str(path)!r} {what}.", remedy="Name a directory that is new or empty.")
 
 
-# --- answers ---
-
-
 def _collect(given: Given, *, path: Path, ask: bool) -> Answers:
     """Take each answer from the command line, from the user, or from its default; check it at once."""
     distribution = _answer(
@@ -395,9 +388,6 @@ def _git(directory: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout
-
-
-# --- rendering ---
 
 
 def _render(copier: Any, path: Path, answers: Answers) -> list[str]:

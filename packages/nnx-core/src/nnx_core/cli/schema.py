@@ -94,9 +94,6 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-# --- from types to schemas ------------------------------------------------------------------------
-
-
 def _shape(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     """The schema of a type; those of classes go into `definitions` and are referred to."""
     origin, arguments = get_origin(kind), get_args(kind)

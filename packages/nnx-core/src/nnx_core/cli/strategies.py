@@ -38,7 +38,6 @@ __all__ = [
 ]
 
 
-# --- what is known of all strategies --------------------------------------------------------------
 # What `nnx list`, `nnx show` and `search` know of a name, as plain data: one dict for each strategy.
 #
 # Its ``status`` is ``installed``, ``not installed``, ``disabled``, ``broken``, ``missing`` (the installed
@@ -189,7 +188,6 @@ def _status(entry: CatalogEntry) -> NotUsable:
     return "missing" if status == "ok" else status
 
 
-# --- nnx list -------------------------------------------------------------------------------------
 # ``nnx list``: the names that can be used, and with ``--all`` those that could be or once could.
 
 
@@ -245,7 +243,6 @@ def note_problems() -> None:
         print_note(f"{len(problems)} problem(s) with plugins: run `nnx doctor`.")
 
 
-# --- nnx show -------------------------------------------------------------------------------------
 # ``nnx show NAME``: everything that is declared about one strategy, without importing its engine.
 
 

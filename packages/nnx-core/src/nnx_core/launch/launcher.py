@@ -34,9 +34,6 @@ _OURS = (
 )
 
 
-# --- what a launcher is given ---------------------------------------------------------------------
-
-
 class Work(ABC):
     """What each process of a run does. It travels to the processes pickled, by value where need be."""
 
@@ -124,9 +121,6 @@ def last_committed(paths: Sequence[str]) -> tuple[str, int] | None:
         except (NnxError, OSError, KeyError, TypeError):
             continue
     return None
-
-
-# --- launchers ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +227,6 @@ class LauncherNotInstalledError(OptionError, ImportError):
     """The launcher is known, but its distribution is not installed."""
 
 
-# --- launchers of scripts only ---------------------------------------------------------------------
 # They start nothing but scripts, and need nothing of Python's for it.
 
 

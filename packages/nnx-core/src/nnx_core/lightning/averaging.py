@@ -203,8 +203,6 @@ class _Average:
                 remedy="Average into a copy of the LightningModule, as Lightning's own callbacks do.",
             )
 
-    # --- layout -------------------------------------------------------------------------------
-
     def _lay_out(self) -> None:
         """Replace every tensor of the copy; what is tied in the module is tied in the copy."""
         self._like: dict[Tensor, Tensor] = {}
@@ -281,8 +279,6 @@ class _Average:
             leave_on_meta(self._copy)
         move_to_host(self._average)
 
-    # --- hooks --------------------------------------------------------------------------------
-
     def _update(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a hook that goes over the module's parameters."""
         if any(a is not b for a, b in zip(self._module.parameters(), self._laid_out, strict=False)):
@@ -304,8 +300,6 @@ class _Average:
                 values = buffer.to(self._backend.context.device)
                 broadcast_tensor(values)
                 buffer.copy_(values)
-
-    # --- checkpoints --------------------------------------------------------------------------
 
     def _save(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a hook that puts the average's state dict into the checkpoint: handles instead of tensors."""

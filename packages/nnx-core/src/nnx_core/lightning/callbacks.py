@@ -38,7 +38,6 @@ def _make(mixin: type, root: str, *args: Any) -> Any:
     return type(f"Nnx{mixin.__name__}", (mixin, base), {"root": root})(*args)
 
 
-# --- exact resume ---------------------------------------------------------------------------------
 # Lightning's strategies have the two hooks in which ours call `ExactResume`, and these do nothing there:
 # the callback puts calls into them on the strategy object, for the time of a ``fit``.
 
@@ -109,7 +108,6 @@ def _process(resume: ExactResume, trainer: Any, process: Any, loader: Any) -> An
     return resume.process(trainer, process(loader))
 
 
-# --- names of parameters --------------------------------------------------------------------------
 # ``ddp`` hands a CheckpointIO optimizer states that number their parameters, and nothing that tells which
 # is which: this callback adds the names. It also takes notice of background saves that have ended.
 
@@ -168,7 +166,6 @@ def _callbacks(root: str) -> list[Any]:
     return [_make(ParameterNames, root), _make(ResumeCallback, root)] if exists() else []
 
 
-# --- comparing the ranks --------------------------------------------------------------------------
 # nnx's strategies have the option ``check_every`` for it and call `nnx_core.agree.watch.Watch` themselves:
 # there the callback sets how often. Under Lightning's own, whose modules hold plain tensors or DTensors, it
 # compares.

@@ -38,9 +38,6 @@ from nnx_checkpoint.writing.background import release
 from nnx_core.errors import CheckpointError
 from nnx_core.options import StateDictType, check_choice
 
-# --- CheckpointIO: the shared checkpoint as a plugin of Lightning's ------------------------------
-
-
 _instances: weakref.WeakSet[CheckpointIO] = weakref.WeakSet()
 
 
@@ -93,8 +90,6 @@ class CheckpointIO:
         roots = [root for root in ("lightning.fabric", "lightning_fabric") if root in sys.modules]
         for root in roots or ["lightning.fabric"]:
             importlib.import_module(f"{root}.plugins.io.checkpoint_io").CheckpointIO.register(cls)
-
-    # --- Lightning's interface: one process, complete tensors ------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write a checkpoint from this process alone.
@@ -182,8 +177,6 @@ class CheckpointIO:
         self._run_has_ended = True
         settle()
         release()
-
-    # --- nnx's own strategies: all ranks, shards ------------------------------------------------
 
     def save_sharded(self, saved: Saved, path: Any, *, provenance: Mapping[str, Any]) -> None:
         """Write a checkpoint from all ranks. Collective.

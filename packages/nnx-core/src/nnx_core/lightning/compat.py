@@ -246,7 +246,6 @@ def instantiate_from_config(root: str, cls: type, config: dict[str, Any]) -> Any
     return importlib.import_module(f"{root}.cli").instantiate_module(cls, config)
 
 
-# --- averaged weights in checkpoints --------------------------------------------------------------
 # What Lightning's averaging callbacks leave in a checkpoint: a second set of weights, read when needed.
 #
 # Under them ``state_dict`` holds the average, and Lightning's dict the weights being trained beside it:

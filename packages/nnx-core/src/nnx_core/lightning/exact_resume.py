@@ -28,9 +28,6 @@ from nnx_core.lightning.resume.loaders import track, tracked, untrack
 from nnx_core.lightning.resume.loops import Interruption, complete_batch, count_batches, interruption
 from nnx_core.lightning.resume.positions import Position, TrackedSampler
 
-# --- the data of a Trainer ------------------------------------------------------------------------
-
-
 _LIGHTNINGS_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
@@ -58,8 +55,6 @@ class TrainingData:
         self._beginning: _Beginning | None = None
         self._loaders: list[Any] = []
         self._final: list[Position | None] | None = None
-
-    # --- while training -----------------------------------------------------------------------
 
     def positions(self, trainer: Any) -> list[Position | None]:
         """Where every training loader stands; None for those whose data cannot be passed over."""
@@ -91,8 +86,6 @@ class TrainingData:
             untrack(loader)
         self._loaders = []
         self.resume_at(None, ())
-
-    # --- resuming -----------------------------------------------------------------------------
 
     def resume_at(self, place: Interruption | None, saved: Sequence[Position | None]) -> None:
         """Remember where the saved run stood, for the loaders that `process` will see.
@@ -237,9 +230,6 @@ def _in_pass(items: int, sampler: TrackedSampler, mode: str) -> int:
     return int(length) if mode == "max_size" else (items - 1) % int(length) + 1
 
 
-# --- resuming a Trainer ---------------------------------------------------------------------------
-
-
 _NO_DATA: Mapping[str, Any] = {"loaders": (), "stateful": ()}
 """Fabric's checkpoints hold random state alone."""
 
@@ -280,8 +270,6 @@ class ExactResume:
         self._samples: int | None = None
         self._batch_before: int | None = None
 
-    # --- saving -------------------------------------------------------------------------------
-
     def state(self, trainer: Any) -> dict[str, Any]:
         """This rank's random state and data position, as plain data."""
         positions = [] if self._data is None else self._data.positions(trainer)
@@ -299,8 +287,6 @@ class ExactResume:
         if self._samples is None or _is_scheduled(trainer):
             return None
         return self._samples * int(trainer.accumulate_grad_batches)
-
-    # --- resuming -----------------------------------------------------------------------------
 
     def compare_batch(self, trainer: Any, batch: Any, *, own_batch: str) -> None:
         """Note how many samples a step takes, and warn where the checkpoint was trained with another number.

@@ -46,8 +46,6 @@ from nnx_core.lightning.strategy_checkpoint import (
 from nnx_core.random_state import RandomState
 from nnx_core.view.modules import refuse_layers
 
-# --- the adapter ----------------------------------------------------------------------------------
-
 
 class _SyncControl:
     """Fabric's interface for skipping gradient synchronisation while accumulating."""
@@ -88,8 +86,6 @@ class FabricAdapter(ParallelProcesses):
     def _backward_sync_control(self, control: Any) -> None:
         """Fabric's base class sets None in its constructor."""
 
-    # --- precision ----------------------------------------------------------------------------
-
     def _precision_name(self) -> str:
         return str(self.precision.precision)
 
@@ -114,8 +110,6 @@ class FabricAdapter(ParallelProcesses):
         """Clamp every gradient element into ``[-clip_val, clip_val]``."""
         self.precision.unscale_gradients(optimizer)
         self.backend.clip_grad_value(unwrap_optimizer(optimizer), float(clip_val))
-
-    # --- set up -------------------------------------------------------------------------------
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Where a module is made: on the device, or on ``meta`` when `empty_init` is asked for."""
@@ -206,13 +200,9 @@ class FabricAdapter(ParallelProcesses):
         self.watch.after_step(module, lambda: [o for o, owner in self._owners.items() if owner is module])
         return result
 
-    # --- collectives --------------------------------------------------------------------------
-
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks; the result reaches every rank."""
         return self._reduce(tensor, group, reduce_op)
-
-    # --- checkpoints --------------------------------------------------------------------------
 
     @property
     def checkpoint_io(self) -> Any:
@@ -272,7 +262,6 @@ class FabricAdapter(ParallelProcesses):
         return load_fabric_checkpoint(self, self.broadcast(path), state, strict, weights_only)
 
 
-# --- save and load --------------------------------------------------------------------------------
 # Fabric users choose their own keys. Modules and optimizers are stored under the same logical names as
 # Trainer's, and the keys beside them, so that either resumes the other's run.
 

@@ -28,7 +28,6 @@ from nnx_core.lightning.model_class import Kind, Trust, build, kind_of
 __all__ = ["load_from_checkpoint"]
 
 
-# --- filling it -----------------------------------------------------------------------------------
 # `nnx.load_from_checkpoint`: a model out of a checkpoint of any format, in one process, without a Trainer.
 #
 # The class is built with the hyper-parameters that the checkpoint holds, and its weights are then read

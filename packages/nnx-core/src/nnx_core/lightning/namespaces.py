@@ -14,7 +14,6 @@ from typing_extensions import Self
 from nnx_core.errors import OptionError
 from nnx_core.options import CommonOptions, split_options
 
-# --- the trees ------------------------------------------------------------------------------------
 # The four module trees a strategy can be built for, and what each calls its parts.
 
 
@@ -73,7 +72,6 @@ def trainer_tree() -> str:
     return next((root for root in roots if f"{root}.strategies" in sys.modules), roots[0])
 
 
-# --- strategy classes -----------------------------------------------------------------------------
 # The strategy class of a tree inherits from the adapter and from the tree's own base class, so it can only be
 # made where that copy of Lightning is installed. It is made when its name is first looked up in this module,
 # which is also how a spawned process finds it: pickle knows a class by module and name.
@@ -100,9 +98,6 @@ def _make_strategy_class(space: Namespace) -> type:
         bases = (TrainerAdapter, strategies.ParallelStrategy)
     text = f"A `Backend` as a strategy of ``{space.name}``; its arguments are `{bases[0].__name__}`'s."
     return type(space.strategy, bases, {"__module__": __name__, "__doc__": text, "root": space.name})
-
-
-# --- strategies under older names -----------------------------------------------------------------
 
 
 class StrategyOfTrainer:
@@ -138,7 +133,6 @@ def _strategy_class_of(cls: type, root: str) -> type:
     return type(cls.__name__, bases, {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-# --- Lite's tree ----------------------------------------------------------------------------------
 # Which copy of Fabric Lite is built on, and which of Lightning's copies an object comes from.
 #
 # Lightning exists twice, as ``lightning`` and as ``pytorch_lightning`` with ``lightning_fabric``, and each

@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 
-# --- messages -------------------------------------------------------------------------------------
 # What nnx tells the user while training: shown like Lightning's own messages.
 
 
@@ -50,9 +49,6 @@ def show_messages() -> None:
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     logger.propagate = False
-
-
-# --- processes ------------------------------------------------------------------------------------
 
 
 log = logging.getLogger("nnx.lightning")
@@ -107,8 +103,6 @@ class ParallelProcesses(ABC):
         self._in_step = False
         self.watch = Watch(backend, every=self.common.check_every)
         super().__init__(**lightning)  # the tree's ParallelStrategy
-
-    # --- who is who ---------------------------------------------------------------------------
 
     @property
     def root_device(self) -> torch.device:
@@ -220,8 +214,6 @@ class ParallelProcesses(ABC):
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self._rank  # type: ignore[attr-defined]
 
-    # --- start --------------------------------------------------------------------------------
-
     def _configure_launcher(self) -> None:
         if self.cluster_environment.creates_processes_externally:
             return
@@ -327,8 +319,6 @@ class ParallelProcesses(ABC):
     def _precision_name(self) -> str:
         """Lightning's precision string; Trainer and Fabric name their plugin differently."""
 
-    # --- collectives --------------------------------------------------------------------------
-
     def barrier(self, name: str | None = None) -> None:
         """Wait until every process has come here."""
         if not dist.is_initialized():
@@ -386,8 +376,6 @@ class ParallelProcesses(ABC):
                 return tensor.unsqueeze(0)
         gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc] # of the tree's
         return gathered
-
-    # --- evaluation ---------------------------------------------------------------------------
 
     def _evaluation_context(self) -> AbstractContextManager[Any]:
         """Turn inference mode off where its tensors would end up inside parameters."""

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["build", "explain_missing", "fill"]
 
 
-# --- the registries -------------------------------------------------------------------------------
-
-
 # What the name of a registry was registered with before somebody asked nnx to override it.
 _displaced: dict[tuple[str, str], dict[str, Any]] = {}
 
@@ -147,9 +144,6 @@ def _registries() -> Iterator[tuple[Namespace, Any]]:
 def _registry_of(space: Namespace) -> Any:
     module = sys.modules.get(f"{space.name}.strategies")
     return getattr(module, "STRATEGY_REGISTRY" if space.is_fabric else "StrategyRegistry", None)
-
-
-# --- from a spec to a strategy --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -168,9 +168,6 @@ def _routed(optimizer: Optimizer, backend: Backend[Any], module: nn.Module) -> M
     return MethodType(step, optimizer)
 
 
-# --- the module that Fabric calls -----------------------------------------------------------------
-
-
 class EngineModule(nn.Module):
     """Runs the user's module through the engine.
 

@@ -145,9 +145,6 @@ def _declared(module: nn.Module) -> Inputs | None:
     return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
 
 
-# --- what a step calls ----------------------------------------------------------------------------
-
-
 class _Reached(BaseException):
     """Leaves a step at its first call of the model; nothing in user code catches it."""
 

@@ -74,7 +74,6 @@ from nnx_core.view.whole import as_stored
 __all__ = ["TrainerAdapter"]
 
 
-# --- whether user code looks at gradients ---------------------------------------------------------
 # Looked up at each backward, as callbacks come and go, and only for engines that keep gradients elsewhere
 # than in ``p.grad``, which then have to show them.
 
@@ -123,7 +122,6 @@ def _is_overridden(instance: Any, hook: str, base: type) -> bool:
     return own is not None and own is not getattr(base, hook, None)
 
 
-# --- sync_batchnorm=True --------------------------------------------------------------------------
 # Lightning's own way back from its layers leaves another class behind; here the user's own layers return,
 # with what their stand-ins learnt.
 
@@ -153,9 +151,6 @@ def put_back(module: nn.Module, originals: Mapping[str, nn.Module]) -> None:
         original.train(stand_in.training)
         parent, _, child = name.rpartition(".")
         module.get_submodule(parent)._modules[child] = original
-
-
-# --- the adapter ----------------------------------------------------------------------------------
 
 
 log = logging.getLogger("nnx.lightning")
@@ -210,8 +205,6 @@ class TrainerAdapter(ParallelProcesses):
             resume_data=self.common.resume_data, strict_rng=self.common.strict_rng
         )
 
-    # --- precision ----------------------------------------------------------------------------
-
     def _precision_name(self) -> str:
         return str(self.precision_plugin.precision)
 
@@ -224,8 +217,6 @@ class TrainerAdapter(ParallelProcesses):
         route_clipping(plugin, self.backend)
         route_precision(plugin, self.backend, then=self._publish_gradients)
         self._precision_plugin = plugin
-
-    # --- set up -------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
         """Join the process group; the callbacks are set up next. Collective."""
@@ -408,8 +399,6 @@ class TrainerAdapter(ParallelProcesses):
         )
         return False
 
-    # --- data ---------------------------------------------------------------------------------
-
     def process_dataloader(self, dataloader: Any) -> Any:
         """Make a training loader go on where the run being resumed was interrupted."""
         seeded = super().process_dataloader(dataloader)
@@ -418,8 +407,6 @@ class TrainerAdapter(ParallelProcesses):
     def on_train_start(self) -> None:
         """Restore the random state, after everything that draws from it while setting up."""
         self._exact_resume.start(self.lightning_module.trainer)
-
-    # --- steps --------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` through the engine."""
@@ -580,8 +567,6 @@ class TrainerAdapter(ParallelProcesses):
     def _most(self, own: int) -> int:
         return int(self._reduce(torch.tensor(own), None, "max"))
 
-    # --- collectives --------------------------------------------------------------------------
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks; the result reaches every rank."""
         if group in (None, dist.group.WORLD):
@@ -617,8 +602,6 @@ class TrainerAdapter(ParallelProcesses):
                 self._rank,
             )
         return self._is_alone
-
-    # --- checkpoints --------------------------------------------------------------------------
 
     @property
     def checkpoint_io(self) -> Any:

@@ -51,7 +51,6 @@ __all__ = ["DeepSpeedPlugin", "LightningLite", "Lite"]
 DeepSpeedPlugin = fabric_module("strategies").DeepSpeedStrategy
 
 
-# --- wrapping -------------------------------------------------------------------------------------
 # What `Lite.setup` returns: Fabric's wrappers, whose state dicts work under every strategy.
 #
 # Fabric's own pass ``state_dict`` and ``load_state_dict`` to torch, which knows nothing of an engine's
@@ -153,9 +152,6 @@ def unwrap(content: Any) -> Any:
     return content
 
 
-# --- the class ------------------------------------------------------------------------------------
-
-
 class Lite(Fabric):
     """A training loop of your own on any device and with any strategy: put it in `run`.
 
@@ -224,8 +220,6 @@ class Lite(Fabric):
             remedy="Inherit from Lite, put the training loop in `run`, and call it; or use Fabric.",
         )
 
-    # --- set up ---------------------------------------------------------------------------------
-
     def setup(  # type: ignore[override] # Fabric calls the model a module
         self, model: nn.Module, *optimizers: Optimizer, move_to_device: bool = True, scheduler: Any = None
     ) -> Any:
@@ -284,8 +278,6 @@ class Lite(Fabric):
             *dataloaders, use_distributed_sampler=replace_sampler, move_to_device=move_to_device
         )
 
-    # --- collectives ----------------------------------------------------------------------------
-
     def reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce tensors over the processes, in tensors of their own; numbers and collections will do too.
 
@@ -300,8 +292,6 @@ class Lite(Fabric):
     def reduce_decision(self, decision: bool) -> bool:
         """Whether all processes say yes: for stopping early on every one of them or on none."""
         return bool(self.reduce(float(decision), reduce_op="sum").item() == self.world_size)
-
-    # --- checkpoints ----------------------------------------------------------------------------
 
     def save(self, content: Any, filepath: Any, filter: Any = None) -> None:
         """Save a dict. Call it on every process.

@@ -29,7 +29,6 @@ from nnx_core.lightning.namespaces import FABRIC_ROOT, fabric_module
 from nnx_core.lightning.routing import unwrap_engine, unwrap_optimizer
 from nnx_core.lightning.strategy_checkpoint import module_state_dict, save_lightning_checkpoint
 
-# --- snapshots ------------------------------------------------------------------------------------
 # State dicts that know where their tensors lie, so that a rank's part is never taken for the whole.
 #
 # Under nnx's strategies ``model.state_dict()`` holds what this rank holds. `ModuleState` remembers the
@@ -180,9 +179,6 @@ def _copy(name: str, source: Any, target: Shard) -> None:
         )
 
 
-# --- saving and loading ---------------------------------------------------------------------------
-
-
 _WHOLE_ON_EVERY_RANK = ("SingleDeviceStrategy", "DDPStrategy", "DataParallelStrategy")
 _OF_LIGHTNING = ("state_dict", "optimizer_states", "nnx_ranks", FABRIC_KEYS)
 _RAW = ""
@@ -251,9 +247,6 @@ def state_of(strategy: Any, modules: list[nn.Module]) -> Any:
     if type(strategy).__name__ in _WHOLE_ON_EVERY_RANK and (is_default or innermost_checkpoint_io(io)):
         return WholeState(strategy, modules)
     return None
-
-
-# --- saving ---------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -434,9 +427,6 @@ def save_file(strategy: Any, content: Any, path: Any) -> None:
         io = fabric_module("plugins.io").TorchCheckpointIO()
     if strategy.global_rank == 0:
         io.save_checkpoint(content, path)
-
-
-# --- loading --------------------------------------------------------------------------------------
 
 
 def load_content(target: Any, path: Any, weights_only: bool | None) -> Any:

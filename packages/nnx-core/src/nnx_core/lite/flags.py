@@ -27,9 +27,6 @@ from nnx_core.names.registry import StrategyRegistry
 
 __all__ = ["fabric_arguments"]
 
-# --- all of them ----------------------------------------------------------------------------------
-
-
 FLAGS = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins", "gpus", "tpu_cores")
 """Names of the flags, in the order of the old constructor."""
 TRANSLATED = ("tpu_spawn", "ddp_sharded", "ddp_sharded_spawn")
@@ -120,9 +117,6 @@ def _precision_beside(plugins: list[Any], strategy: Any, precision: Any) -> str 
             remedy="Drop one of them.",
         )
     return None
-
-
-# --- devices --------------------------------------------------------------------------------------
 
 
 ACCELERATORS = ("cpu", "gpu", "cuda", "mps", "tpu", "auto")
@@ -269,9 +263,6 @@ def _join_shorthands(accelerator: Any, devices: Any, shorthands: dict[str, Any])
     return accelerator, devices
 
 
-# --- accelerators ---------------------------------------------------------------------------------
-
-
 def accelerator_name(accelerator: Any) -> Any:
     """The name of an accelerator, given as name or object; an object of the user's own stays itself.
 
@@ -340,7 +331,6 @@ def _check_available(accelerator: Any) -> None:
         )
 
 
-# --- precision ------------------------------------------------------------------------------------
 # The precision flag, and Trainer's precision plugins as Fabric's.
 
 
@@ -424,7 +414,6 @@ def _device_of(plugin: Any) -> str:
     return str(getattr(plugin, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-# --- objects of the other copy of Lightning -------------------------------------------------------
 # Strategy objects of Trainer, or of another copy of Lightning, as strategies of the Fabric in use.
 #
 # Lightning's own are built anew from what their constructors kept; nnx's from the backend's class and
@@ -594,9 +583,6 @@ def _kind_of_devices(strategy: Any) -> str | None:
     first = devices[0] if devices else getattr(strategy, "_root_device", None)
     kind = str(getattr(first, "type", "")) or None
     return "tpu" if kind == "xla" else kind
-
-
-# --- plugins --------------------------------------------------------------------------------------
 
 
 def choose_plugins(plugins: Any) -> list[Any]:

@@ -228,8 +228,6 @@ _RATES = (
 _OTHERS = ("name", "origin", "ranks_per_node", "overlap", "memory")
 
 
-# --- profiles --------------------------------------------------------------------------------------------
-#
 # Figures of machines that are not here, as their makers publish them. Nothing in this file was measured.
 #
 # They serve to plan for a mesh without having it; on the machine itself `nnx_core.calibration` measures.

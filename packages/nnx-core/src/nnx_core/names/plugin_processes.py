@@ -146,9 +146,6 @@ def _refused(plugin: Plugin, detail: str) -> RefusedError:
     return RefusedError("import", detail, remedy)
 
 
-# --- in the process that looks ---------------------------------------------------------------------
-
-
 def answer(name: str, value: str, distribution: str, version: str) -> None:
     """Look at one plugin in this process, write what was found as JSON, and end the process.
 
@@ -188,9 +185,6 @@ def _files(before: set[str]) -> list[str]:
     modules = [module for name, module in list(sys.modules.items()) if name not in before]
     found = {getattr(module, "__file__", None) for module in modules}
     return sorted(file for file in found if isinstance(file, str))
-
-
-# --- what is kept ----------------------------------------------------------------------------------
 
 
 def _recall(entry: EntryPoint, plugin: Plugin) -> list[StrategySpec] | None:

@@ -58,9 +58,6 @@ class Hooks:
         """The ways of starting processes that this plugin provides. Called when one is asked for."""
 
 
-# --- what is recorded of a plugin -----------------------------------------------------------------
-
-
 Status = Literal["ok", "broken", "disabled"]
 ProblemKind = Literal["import", "hook", "result", "api", "collision", "selection"]
 
@@ -117,9 +114,6 @@ class Problem:
     def as_dict(self) -> dict[str, str]:
         """This record as plain data for JSON."""
         return asdict(self)
-
-
-# --- one plugin's turn ----------------------------------------------------------------------------
 
 
 class RefusedError(Exception):

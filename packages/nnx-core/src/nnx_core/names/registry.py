@@ -20,7 +20,6 @@ from nnx_core.names.spec import LIGHTNING_NAMES, Capabilities, StrategySpec
 __all__ = ["Registry", "StrategyRegistry"]
 
 
-# --- what to say of a name that cannot be used ----------------------------------------------------
 # Why, and what to do about it. Reads the catalog and what discovery found; changes nothing, raises nothing.
 
 
@@ -114,9 +113,6 @@ def _nearest(name: str, usable: Sequence[str]) -> list[str]:
 
     candidates = sorted({*usable, *known(), *historical(), *LIGHTNING_NAMES})
     return sorted(get_close_matches(name, candidates, n=3), key=worth, reverse=True)
-
-
-# --- the registry ---------------------------------------------------------------------------------
 
 
 _HERE = "this process"

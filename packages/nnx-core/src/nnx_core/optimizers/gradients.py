@@ -245,9 +245,6 @@ def _values(gradient: Tensor) -> Tensor:
     return torch.view_as_real(values) if values.is_complex() else values
 
 
-# --- the loss scaler --------------------------------------------------------------------------------
-
-
 class ParallelGradScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` that unscales what each rank holds, and reduces ``found_inf`` over all ranks.
 

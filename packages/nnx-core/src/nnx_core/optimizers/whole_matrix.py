@@ -88,8 +88,6 @@ class OwnerRanks:
         self._owned: WeakKeyDictionary[Optimizer, Owned] = WeakKeyDictionary()
         self.bytes_sent = 0
 
-    # --- set up -------------------------------------------------------------------------------
-
     def setup(self, optimizers: Sequence[Optimizer]) -> None:
         """Find out which optimizers need owners, and choose them. Collective.
 
@@ -204,8 +202,6 @@ class OwnerRanks:
         """Whether owners step some of its parameters. Collective if its groups were changed."""
         return self._current(optimizer) is not None
 
-    # --- step ---------------------------------------------------------------------------------
-
     def step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run an optimizer's step, on whole parameters where it needs them. Collective.
 
@@ -312,8 +308,6 @@ class OwnerRanks:
     def _no_bytes(self, count: int = 0) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, device=self._device)
 
-    # --- state --------------------------------------------------------------------------------
-
     def describe(self, module: nn.Module, optimizer: Optimizer, *, alone: bool = False) -> OptimizerState:
         """Describe an optimizer's state: owners hold theirs whole, other ranks nothing of it. Collective.
 
@@ -361,9 +355,6 @@ class OwnerRanks:
         state = {name: entries for name, entries in saved["state"].items() if name not in others}
         own = OptimizerState(state=state, param_groups=saved["param_groups"])
         fill_optimizer(_OwnState(self, backend, owned), module, optimizer, own)
-
-
-# --- the user's optimizer, with complete tensors in its parameters' places ---------------------------
 
 
 def _new_place(parameter: nn.Parameter) -> nn.Parameter:
@@ -553,9 +544,6 @@ class _Led:
         command = torch.tensor(_DONE, device=self._owners._device)
         dist.broadcast(command, src=0)
         return int(command)
-
-
-# --- state ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

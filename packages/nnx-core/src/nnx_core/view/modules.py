@@ -19,7 +19,6 @@ from nnx_base.shard import Shard
 from nnx_checkpoint.reading.state import OptimizerState
 from nnx_core.errors import OptionError, UnsupportedError
 
-# --- layer classes --------------------------------------------------------------------------------
 # What options that choose layers by their class are given.
 
 
@@ -108,9 +107,6 @@ def _is_called(cls: type[nn.Module], name: str) -> bool:
     return bool(package) and getattr(sys.modules.get(package), last, None) is cls
 
 
-# --- layers that no engine trains -----------------------------------------------------------------
-
-
 def refuse_layers(module: nn.Module, *, shares: int) -> None:
     """Refuse layers that would train other numbers, or fail in the middle of a run. The same on every rank.
 
@@ -163,7 +159,6 @@ def refuse_exchanged(
         )
 
 
-# --- steps inside a forward -----------------------------------------------------------------------
 # Running a step inside a module's forward.
 
 
@@ -189,7 +184,6 @@ def forward_as(module: nn.Module, step: Callable[..., Any]) -> Iterator[None]:
         restore()
 
 
-# --- weights and states, from meta to a device and back -------------------------------------------
 # Where weights and states are: from the meta device to real weights, to a device, back to the host.
 
 
@@ -345,9 +339,6 @@ def _plain_tensors(module: nn.Module) -> Iterable[Tensor]:
         if not isinstance(tensor, DTensor) and id(tensor) not in seen and tensor.numel():
             seen.add(id(tensor))
             yield tensor
-
-
-# --- weights that a run has left on rank 0, or nowhere ----------------------------------------------
 
 
 def leave_on_meta(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:

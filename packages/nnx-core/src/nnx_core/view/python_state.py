@@ -301,9 +301,6 @@ def names_in(code: CodeType) -> set[str]:
     return found
 
 
-# --- what can be put back -------------------------------------------------------------------------
-
-
 class _Note(ABC):
     """What may change, as it was."""
 

@@ -212,8 +212,6 @@ class Wholes(Generic[K, P]):
         for part in parts:
             part.forget()
 
-    # --- gradients ----------------------------------------------------------------------------
-
     def add_leaf(self, part: P, leaf: Tensor) -> None:
         """Remember what a loss may depend on."""
         self._leaves.append((part, leaf))
@@ -230,8 +228,6 @@ class Wholes(Generic[K, P]):
             found[part] = gradient if known is None else known if gradient is None else known + gradient
         wanted = used_anywhere([gradient is not None for gradient in found.values()])
         return [item for item, is_wanted in zip(found.items(), wanted, strict=True) if is_wanted]
-
-    # --- the engine's own work ----------------------------------------------------------------
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -493,9 +489,6 @@ def _unguarded(argument: Any, wholes: dict[int, tuple[Guard, Tensor]]) -> Any:
     return argument
 
 
-# --- torch.autograd.grad ------------------------------------------------------------------------
-
-
 def _differentiate(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``torch.autograd.grad`` with respect to the tensors that stand for guarded ones in the graph."""
     given = dict(
@@ -530,9 +523,6 @@ def _differentiate(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return tuple(answers)
 
 
-# --- torch.func ---------------------------------------------------------------------------------
-
-
 def _for_transform(guarded: Guard) -> Tensor:
     """The whole, as transforms wrap what a tensor has stored."""
     with local_mode(), torch.no_grad():
@@ -540,9 +530,6 @@ def _for_transform(guarded: Guard) -> Tensor:
 
 
 exchange_in_transforms(Guard, _for_transform)
-
-
-# --- classes ------------------------------------------------------------------------------------
 
 
 @cache

@@ -88,8 +88,6 @@ class _Emitter:
         self.context = ""
         self.classes: dict[str, str] = {}
 
-    # --- the whole ----------------------------------------------------------------------------
-
     def source(self, title: str, recompute: Sequence[str]) -> str:
         """The text of the module."""
         for symbol in self.graph.symbols:
@@ -152,8 +150,6 @@ class _Emitter:
 
     def _floats(self, name: str) -> bool:
         return _is_floating(self.graph.metas[name])
-
-    # --- one operator -------------------------------------------------------------------------
 
     def _operator(self, op: Op, results: dict[int, Op]) -> None:
         self._go_to(op)
@@ -245,8 +241,6 @@ class _Emitter:
         value = self.values[op.name]
         if value.placement != use.placement:
             self.values[op.name] = replace(value, code=self._read(op.name, use), placement=use.placement)
-
-    # --- placements ---------------------------------------------------------------------------
 
     def _read(self, name: str, use: Use) -> str:
         """Code of a value as a consumer wants it; a change of placement is written once for all of them."""
@@ -376,8 +370,6 @@ def _is_floating(meta: TensorMeta) -> bool:
     return meta.dtype.startswith(("float", "bfloat", "complex"))
 
 
-# --- load ------------------------------------------------------------------------------------------------
-#
 # From source to a function that runs, such that tracebacks and debuggers show its lines.
 
 

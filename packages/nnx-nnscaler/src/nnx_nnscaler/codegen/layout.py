@@ -69,8 +69,6 @@ def _with_comment(code: str, comment: str) -> str:
     return f"{code.ljust(_COLUMN)} # {comment}" if comment else code
 
 
-# --- recompute -------------------------------------------------------------------------------------------
-#
 # Submodules whose activations are not kept: their lines as functions that run again in the backward pass.
 
 

@@ -39,9 +39,6 @@ log = logging.getLogger("nnx.nnscaler")
 T = TypeVar("T")
 
 
-# --- compiling --------------------------------------------------------------------------------------------
-
-
 class ModelCall(NamedTuple):
     """Arguments of a forward."""
 

@@ -109,8 +109,6 @@ class Programs:
         found = [variant for variants in self._variants.values() for variant in variants]
         return [variant.compiled for variant in sorted(found, key=lambda variant: variant.number)]
 
-    # --- life -----------------------------------------------------------------------------------
-
     def prepare(self, call: ModelCall, *, bring: Callable[[], bool] | None = None) -> Compiled | None:
         """Compile the first program, once for the whole world, before parameters are laid out. Collective.
 
@@ -162,8 +160,6 @@ class Programs:
         """Give the module its own forward back."""
         if isinstance(self.root.__dict__.get("forward"), _Forward):
             _restore(self.root, self._own)
-
-    # --- calls ----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the module on these arguments."""
@@ -434,8 +430,6 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-# --- variant ---------------------------------------------------------------------------------------------
-#
 # One program and the calls that it is for: a check of sizes that costs next to nothing.
 
 

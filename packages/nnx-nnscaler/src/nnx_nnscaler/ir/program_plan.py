@@ -70,8 +70,6 @@ class ProgramPlan:
         return ()
 
 
-# --- plan text -------------------------------------------------------------------------------------------
-#
 # A program's plan as JSON text and back.
 
 

@@ -324,9 +324,6 @@ def look_of(meta: TensorMeta, symbols: Mapping[str, int], *, flows: bool) -> Loo
     return Look(shape, dtype, flows and (dtype.is_floating_point or dtype.is_complex))
 
 
-# --- gradients of inputs before those of weights --------------------------------------------------
-
-
 def can_split(stage: Stage, flows: Set[str]) -> bool:
     """Whether torch's split backward finds all gradients of a stage's weights.
 

@@ -96,9 +96,6 @@ class _HindranceError(Exception):
     """The batch cannot be cut."""
 
 
-# --- cutting the batch ----------------------------------------------------------------------------
-
-
 def cut_batch(graph: Graph) -> Microbatches:
     """Find out how a graph runs on a part of the batch.
 
@@ -321,8 +318,6 @@ class _Cut:
             return False  # each microbatch would add it
         known = base_name(op) in _NATURAL or _reduction(op) is not None
         return known or type(rule_for(op)).write is Rule.write or _writes_plainly(op, strategy)
-
-    # --- changes ------------------------------------------------------------------------------
 
     def _rewritten(self, op: Op, strategy: Strategy) -> Iterator[Op]:
         """The operator for a microbatch, with what divides its result."""

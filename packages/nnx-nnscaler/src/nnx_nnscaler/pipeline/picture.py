@@ -87,8 +87,6 @@ class Timeline:
     def _rank(self) -> int:
         return 0 if self._group is None else dist.get_rank(self._group)
 
-    # --- steps --------------------------------------------------------------------------------
-
     def begin_step(self) -> None:
         """A training step begins. Collective in the first that is measured, and in the one after the last."""
         self._step += 1
@@ -117,8 +115,6 @@ class Timeline:
         with together(self._group, doing="writing timeline_file"):
             if found is not None:
                 _write(self._path, [span for one in _on_one_clock(found) for span in one])
-
-    # --- actions ------------------------------------------------------------------------------
 
     @contextmanager
     def during(self, kind: str, stage: int, microbatch: int) -> Iterator[None]:
@@ -188,9 +184,6 @@ class _Clock:
         return self.zero + float(self._first.elapsed_time(mark)) / 1e3
 
 
-# --- the file -------------------------------------------------------------------------------------
-
-
 def _on_one_clock(found: Sequence[tuple[str, float, list[Span]]]) -> Iterator[list[Span]]:
     """All on the first rank's clock: ranks of one host share it, those of others left a barrier with it."""
     host, zero, _ = found[0]
@@ -256,9 +249,6 @@ def _span(event: Mapping[str, Any]) -> Span:
     return Span(event["pid"], action, start, start + event["dur"] / 1e6, args["step"])
 
 
-# --- what is drawn --------------------------------------------------------------------------------
-
-
 def measured(timeline: str | Path) -> tuple[list[Span], str]:
     """What ran in the last step of a timeline, from the time at which it began, and what to call it.
 
@@ -274,9 +264,6 @@ def measured(timeline: str | Path) -> tuple[list[Span], str]:
     begin = min(span.start for span in spans)
     spans = [span._replace(start=span.start - begin, stop=span.stop - begin) for span in spans]
     return spans, f"measured: step {last + 1}"
-
-
-# --- the picture ----------------------------------------------------------------------------------
 
 
 def draw(plan: PipelinePlan, schedule: str | None = None, *, timeline: str | Path | None = None) -> str:

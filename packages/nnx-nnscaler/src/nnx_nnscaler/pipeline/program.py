@@ -43,9 +43,6 @@ from nnx_nnscaler.runtime.functions import Runtime, join_parts, sample_weights
 _SECTION = "# === {} ===\n"
 
 
-# --- texts ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class PipelineForm(ProgramForm):
     """Makes pipelines of graphs, and programs where the plan is one of these.
@@ -108,9 +105,6 @@ def _sections(source: str) -> list[str]:
     return texts
 
 
-# --- running --------------------------------------------------------------------------------------
-
-
 class PipelineProgram:
     """A program that is called as any other one.
 
@@ -150,8 +144,6 @@ class PipelineProgram:
         self._ahead = _program_ahead(prepared.graph, prepared.cut, self._inputs)
         self._returned = [name for name in output_refs(self.graph) if name not in self._inputs]
         self._output = _output_program(self.graph, self._inputs, self._returned)
-
-    # --- one call -----------------------------------------------------------------------------
 
     def __call__(
         self,
@@ -247,8 +239,6 @@ class PipelineProgram:
                 one[name] = part
         return found
 
-    # --- results ------------------------------------------------------------------------------
-
     def _result(
         self, call: Call, local: list[dict[str, Tensor]], inputs: Mapping[str, Tensor], turns: Turns | None
     ) -> Any:
@@ -321,9 +311,6 @@ def _loss_scale(rt: Runtime) -> float | None:
         for device in ("cpu", "cuda")
     )
     return rt.loss_scale() if in_float16 else 1.0
-
-
-# --- programs beside the stages -------------------------------------------------------------------
 
 
 def _program_ahead(

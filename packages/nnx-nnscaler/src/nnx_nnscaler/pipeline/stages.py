@@ -42,9 +42,6 @@ class Stage:
     writes: tuple[str, ...]
 
 
-# --- the stages -----------------------------------------------------------------------------------
-
-
 def make_stages(outline: Outline, cuts: Sequence[int]) -> list[Stage]:
     """The stages that begin at these places.
 

@@ -20,7 +20,6 @@ from nnx_nnscaler.plan.recompute import recomputed_owner
 from nnx_nnscaler.plan.work import ALIASES, Local, Saved, Work, base_name, bytes_of, saved_by, work_of
 from nnx_nnscaler.rules.rule import outputs_of
 
-# --- prices ---------------------------------------------------------------------------------------
 # Counts times the rates of the hardware.
 
 
@@ -116,8 +115,6 @@ class Prices:
         owners = ((op.name, recomputed_owner(op.module, patterns)) for op in graph.ops if patterns)
         self.recomputed: Mapping[str, str] = {name: owner for name, owner in owners if owner is not None}
 
-    # --- operators ------------------------------------------------------------------------------
-
     def locals_of(self, op: Op, strategy: Strategy) -> tuple[list[Local], list[Local]]:
         """Operands and results as one rank holds them."""
         metas = [self.graph.meta(name) for name in op.operands()]
@@ -175,8 +172,6 @@ class Prices:
         """As `saved`; of a submodule that is recomputed, what is kept once it has been."""
         return saved_by(op, *self.locals_of(op, strategy)) if self.backward else Saved()
 
-    # --- conversions ----------------------------------------------------------------------------
-
     def conversion(self, meta: TensorMeta, source: Placement, use: Use, *, again: bool = False) -> Price:
         """What it costs to turn a value into what a consumer wants, there and back.
 
@@ -224,8 +219,6 @@ class Prices:
             return self._collective("all_gather", whole).plus(Price(compute=split))
         kind: Collective = change  # type: ignore[assignment]
         return self._collective(kind, whole)
-
-    # --- parameters -----------------------------------------------------------------------------
 
     def parameter(self, meta: TensorMeta, stored: Stored) -> Price:
         """What it costs to reduce a parameter's gradient and to update it."""
@@ -278,8 +271,6 @@ class Prices:
         link = self.hardware.link(ranks, stride=stride)
         shown = 1 - self.hardware.overlap
         return Price(0.0, shown * sum(link.seconds(kind, _SMALL, ranks) for kind in kinds))
-
-    # --- memory ---------------------------------------------------------------------------------
 
     def lasting(self, meta: TensorMeta, stored: Stored) -> int:
         """Bytes that a parameter takes all the time: itself, its state, room for its reduction."""

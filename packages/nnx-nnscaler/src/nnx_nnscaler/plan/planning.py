@@ -19,7 +19,6 @@ from nnx_nnscaler.plan.policies import Policy, PolicyContext, StrategiesOf, poli
 from nnx_nnscaler.plan.solver import Problem, Program, fold
 from nnx_nnscaler.rules.rule import outputs_of, replicate
 
-# --- planning -------------------------------------------------------------------------------------
 # Planning one program: choices are narrowed by a policy, priced, and solved within a memory limit.
 
 
@@ -133,9 +132,6 @@ def _keep_layout(
         context.stored[name] = (Stored(stored.get(fqn, R), fqn in synchronized),)
 
 
-# --- solving ----------------------------------------------------------------------------------------
-
-
 class _Limits:
     """What a message about memory needs to know."""
 
@@ -229,9 +225,6 @@ def _within(
 def _assignment(problem: Problem, program: Program, limit: float) -> Assignment | None:
     solution = program.solve(limit=limit)
     return None if solution is None else problem.assignment(solution.chosen)
-
-
-# --- the result -------------------------------------------------------------------------------------
 
 
 def _plan(graph: Graph, assignment: Assignment, prices: Prices, flow: Flow, *, policy: str) -> ProgramPlan:

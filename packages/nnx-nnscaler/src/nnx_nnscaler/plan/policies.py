@@ -59,8 +59,6 @@ class PolicyContext:
         placements = dict.fromkeys([*parts, *([even] if even else [])])
         return (*whole, *map(Stored, placements)) if self.size > 1 else (Stored(R),)
 
-    # --- looking --------------------------------------------------------------------------------
-
     def op(self, name: str) -> Op:
         """An operator by name."""
         return self.flow.ops[name]
@@ -104,8 +102,6 @@ class PolicyContext:
         return placement.dim == 0 and not any(
             meta is self.graph.metas[name] for name in self.graph.parameters
         )
-
-    # --- narrowing down -------------------------------------------------------------------------
 
     def only(self, op: Op, wanted: Callable[[Op, Strategy], bool]) -> bool:
         """Keep the strategies that are wanted, if there are any; whether there were."""

@@ -146,9 +146,6 @@ def order(schedule: str, arrangement: Arrangement, microbatches: int) -> tuple[t
     return found
 
 
-# --- the time -------------------------------------------------------------------------------------
-
-
 class Span(NamedTuple):
     """An action and its time.
 
@@ -235,9 +232,6 @@ def waiting_share(spans: Sequence[Span]) -> float:
     for span in spans:
         busy[span.rank] = busy.get(span.rank, 0.0) + span.stop - span.start
     return max(0.0, 1 - max(busy.values()) / max(span.stop for span in spans))
-
-
-# --- the memory -----------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=256)

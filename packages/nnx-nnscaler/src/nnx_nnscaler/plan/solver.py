@@ -21,7 +21,6 @@ from nnx_nnscaler.plan.cost import Price, Prices, Stored
 from nnx_nnscaler.plan.evaluation import price_of_change
 from nnx_nnscaler.plan.flow import Assignment, Flow
 
-# --- repeated layers tied -------------------------------------------------------------------------
 # The planning problem with repeated layers tied: one choice for all twins of an operator or a parameter.
 #
 # It folds a graph of n identical layers into one, exactly: a plan that treats layers alike costs in the
@@ -183,9 +182,6 @@ def _kind_of_free(flow: Flow, name: str) -> str:
     return repr(flow.graph.meta(name))
 
 
-# --- the mixed-integer program --------------------------------------------------------------------
-
-
 _Pair = tuple[Stored, Use]
 
 
@@ -251,8 +247,6 @@ class Program:
     def size(self) -> tuple[int, int]:
         """Number of variables, and how many of them are integers."""
         return len(self._time), sum(map(len, self._options))
-
-    # --- the program ----------------------------------------------------------------------------
 
     def _variable(self, time: float = 0.0, memory: float = 0.0) -> int:
         self._time.append(time)
@@ -343,8 +337,6 @@ class Program:
             for flow in flows:
                 self._rows.add([(paid, 1.0), (flow, -1.0)], low=0, high=np.inf)
 
-    # --- memory ---------------------------------------------------------------------------------
-
     def _add_saved(self) -> None:
         """What autograd keeps: each tensor once, however many operators keep it."""
         groups: dict[tuple[int | str, tuple[tuple[int, int], ...]], list[str]] = {}
@@ -403,8 +395,6 @@ class Program:
             if state.placement != use.placement:
                 nbytes = self._prices.local(problem.flow.graph.metas[name], use.placement).nbytes
                 by_bytes.setdefault(nbytes, []).append((flow, -1.0))
-
-    # --- solving --------------------------------------------------------------------------------
 
     def solve(
         self, *, limit: float | None = None, least_memory: bool = False, seconds: float = 60.0

@@ -23,7 +23,6 @@ from nnx_nnscaler.rules.rule import (
 
 __all__ = ["RULES"]
 
-# --- element by element, with broadcasting --------------------------------------------------------
 # Operators that compute every element by itself, with broadcasting.
 
 
@@ -166,7 +165,6 @@ _BY_ELEMENT: dict[str, Rule] = {
 }
 
 
-# --- along some dims: sums, norms, softmax, sorting, lookups --------------------------------------
 # Operators that work along some dims and leave the others alone: sums, norms, softmax, sorting, lookups.
 
 
@@ -358,7 +356,6 @@ _REDUCTIONS: dict[str, Rule] = {
 }
 
 
-# --- random numbers -------------------------------------------------------------------------------
 # Every rank draws what one process would, and keeps its part.
 
 
@@ -398,7 +395,6 @@ _DRAWING = "bernoulli multinomial normal rand rand_like randint randint_like ran
 _RANDOM: dict[str, Rule] = {"aten.dropout": _Dropout(), **dict.fromkeys(targets(_DRAWING), _DRAW)}
 
 
-# --- losses ---------------------------------------------------------------------------------------
 # Cut by samples, with means over all of them; cross entropy also by classes.
 
 

@@ -20,7 +20,6 @@ from nnx_nnscaler.rules.rule import (
 
 __all__ = ["RULES"]
 
-# --- matrix products ------------------------------------------------------------------------------
 # Cut by rows, columns and batch dims, or along the dim that is summed.
 
 
@@ -165,7 +164,6 @@ _PRODUCTS: dict[str, Rule] = {
 }
 
 
-# --- scaled dot product attention -----------------------------------------------------------------
 # Cut by samples, by heads, or by queries.
 
 
@@ -220,7 +218,6 @@ class _Attention(Rule):
 _ATTENTION: dict[str, Rule] = {"aten.scaled_dot_product_attention": _Attention()}
 
 
-# --- embeddings -----------------------------------------------------------------------------------
 # Cut by samples, by columns, or by rows of the vocabulary.
 
 
@@ -255,11 +252,7 @@ class _Embedding(Rule):
 _EMBEDDINGS: dict[str, Rule] = {"aten.embedding": _Embedding()}
 
 
-# --- convolutions, pools, interpolation, padding --------------------------------------------------
 # Halo exchange (splitting an image along its height) is not done.
-
-
-# --- convolutions ---------------------------------------------------------------------------------
 
 
 _MADE, _USED = "output channels", "input channels"
@@ -393,7 +386,6 @@ _OF_WINDOWS: dict[str, Rule] = {
 """Rule of every operator of this family."""
 
 
-# --- normalization --------------------------------------------------------------------------------
 # Rules for normalisation over channels: batch norm, group norm, instance norm.
 #
 # Owns which dims of them can be split and which runtime function then keeps statistics right. Layer norm

@@ -31,11 +31,9 @@ __all__ = [
 ]
 
 
-# --- strategies to try ----------------------------------------------------------------------------
 # What may be tried, on which sizes, and how much of it.
 
 
-# --- what was found before, on disk ---------------------------------------------------------------
 # What was found by trying, kept between processes: one small JSON file for each operator and call.
 #
 # A file that cannot be read is ignored and written anew, a directory that cannot be written is done
@@ -84,9 +82,6 @@ def _placements(texts: list[str]) -> tuple[Placement, ...]:
 def _path(key: Mapping[str, Any]) -> Path:
     digest = xxhash.xxh3_128_hexdigest(json.dumps(key, sort_keys=True).encode())
     return cache_dir() / f"{key['operator']}-{digest[:16]}.json"
-
-
-# --- probing --------------------------------------------------------------------------------------
 
 
 _logger = logging.getLogger("nnx.nnscaler")

@@ -156,8 +156,6 @@ def _metas(op: Op, graph: Graph) -> list[TensorMeta]:
     return [*(graph.meta(name) for name in op.operands()), *outputs]
 
 
-# --- unsupported -----------------------------------------------------------------------------------------
-#
 # Which operators nobody knows how to split, for a message that is said once.
 
 

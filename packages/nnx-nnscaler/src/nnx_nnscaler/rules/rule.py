@@ -14,7 +14,6 @@ from nnx_nnscaler._torch_compat import OpOverload
 from nnx_nnscaler.ir.graph import Argument, Code, Dim, Graph, Op, Ref, Size, TensorMeta, refs_in
 from nnx_nnscaler.ir.placement import P, Placement, R, S, Strategy
 
-# --- the form of a rule ---------------------------------------------------------------------------
 # The form of a rule: how one kind of operator can run on the ranks of a unit.
 
 
@@ -79,8 +78,6 @@ def replicate(op: Op) -> Strategy:
     return Strategy("replicate", (R,) * len(op.operands()), (R,) * len(outputs_of(op)))
 
 
-# --- call ------------------------------------------------------------------------------------------------
-#
 # An operator seen by a rule: its arguments by name, its shapes, and strategies written by argument name.
 
 
@@ -227,7 +224,6 @@ class Call:
         return Strategy(name, tuple(placements), tuple(outputs), call)
 
 
-# --- rules from labels ----------------------------------------------------------------------------
 # Strategies from names for dims: what an einsum equation says, for any operator.
 #
 # A rule gives every dim of every operand and result a label, and None to dims that must stay whole. Cutting
@@ -338,8 +334,6 @@ def _groups_of(
     return sorted(found)
 
 
-# --- groups ----------------------------------------------------------------------------------------------
-#
 # Which grouped cuts are worth considering: where they arise, and how far they spread along a graph.
 #
 # A fused query-key-value projection is cut by heads with ``S(dim, groups=3)`` because its result is split

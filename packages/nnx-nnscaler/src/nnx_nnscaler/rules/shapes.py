@@ -28,7 +28,6 @@ from nnx_nnscaler.rules.rule import (
 
 __all__ = ["RULES"]
 
-# --- elements in their order, in another shape ----------------------------------------------------
 # Operators that keep all elements in their order and only give them another shape.
 
 
@@ -160,8 +159,6 @@ _SAME_ORDER: dict[str, Rule] = dict.fromkeys(
 )
 
 
-# --- sizes -----------------------------------------------------------------------------------------------
-#
 # Values of symbolic sizes, by reading their expressions; nothing is executed.
 
 
@@ -208,7 +205,6 @@ def _value(node: ast.expr, symbols: Mapping[str, int]) -> int:
     raise TypeError(node)
 
 
-# --- permuting, repeating, taking apart, putting together -----------------------------------------
 # Operators that permute, repeat, take apart or put together, without computing anything.
 
 

@@ -15,7 +15,6 @@ from nnx_core.errors import UnsupportedError
 from nnx_nnscaler._torch_compat import safe_softmax
 from nnx_nnscaler.ir.placement import Placement
 
-# --- conversions of placements --------------------------------------------------------------------
 # Changing a tensor's placement inside an emitted program, with the matching collective for its gradient.
 #
 # Methods are named ``forward__backward``. ``dim`` and ``groups`` are those of the shard that is made or
@@ -67,8 +66,6 @@ class Conversions:
         self.rank = communicator.rank
         self.size = communicator.size
 
-    # --- without gradient ---------------------------------------------------------------------
-
     def part(self, tensor: Tensor, dim: int, groups: int = 1) -> Tensor:
         """This rank's part of a whole tensor."""
         if groups == 1:
@@ -88,8 +85,6 @@ class Conversions:
             return self.communicator.reduce_scatter(tensor, dim)
         grouped = _grouped(tensor, dim, groups)
         return self.communicator.reduce_scatter(grouped, dim + 1).flatten(dim, dim + 1)
-
-    # --- with gradient ------------------------------------------------------------------------
 
     def keep__all_reduce(self, tensor: Tensor) -> Tensor:
         """The same value; its gradient is summed over the ranks, which each used it for their part."""
@@ -171,14 +166,12 @@ def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
     return tensor.view(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
 
 
-# --- operators on parts ---------------------------------------------------------------------------
 # Operators as emitted programs call them where the plain operator would be wrong on a rank's part.
 #
 # Each takes this rank's parts and makes this rank's part of the result. The arithmetic is torch's own; what
 # is added is which part of a mask, of a count or of a table a rank has to look at.
 
 
-# --- normalization --------------------------------------------------------------------------------
 # Batch norm whose statistics span the unit, and what keeps running statistics equal on its ranks.
 
 
@@ -295,7 +288,6 @@ class _UnitBatchNorm(torch.autograd.Function):
         return to_input, to_scale, to_bias if ctx.has_bias else None, None, None, None
 
 
-# --- losses ---------------------------------------------------------------------------------------
 # Losses over parts of the samples, or of the classes, as emitted programs call them.
 
 
@@ -441,9 +433,6 @@ def _exact(like: Tensor) -> torch.dtype:
     return torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
 
 
-# --- functions ------------------------------------------------------------------------------------
-
-
 class Functions(Conversions):
     """Addends, random numbers and tables in parts."""
 
@@ -538,7 +527,6 @@ class Functions(Conversions):
         return found.masked_fill(~mine.unsqueeze(-1), 0)
 
 
-# --- ``rt`` ---------------------------------------------------------------------------------------
 # Conversions and functions of one rank of a unit.
 
 

@@ -30,7 +30,6 @@ from nnx_core.view.whole import Guard, Seen, Source, guarded_mode, local_mode
 from nnx_nnscaler.ir.placement import Placement, R
 from nnx_nnscaler.runtime.functions import Conversions
 
-# --- where a part lies in the whole ---------------------------------------------------------------
 # Where the part of a parameter that one rank stores lies in the whole.
 #
 # Two cuts follow each other: a placement divides the parameter among the ranks of a plan unit, and with
@@ -150,9 +149,6 @@ class ParameterLayout:
             within = kept.relative_to(place)
             offset = tuple(a + b for a, b in zip(box.offset, within.offset, strict=True))
             yield Box(offset, kept.size), Box((kept.offset[0] - self.rows[0], *kept.offset[1:]), kept.size)
-
-
-# --- parts ----------------------------------------------------------------------------------------
 
 
 class UnitPart(Protocol):
@@ -443,8 +439,6 @@ class Part(guards.Part):
             order=self._order,
         )
 
-    # --- what user code sees of gradients -----------------------------------------------------
-
     @override
     def gradient_shown(self) -> Tensor | None:
         """What whoever reads the gradient of a parameter gets; nothing is gathered yet."""
@@ -520,8 +514,6 @@ class Part(guards.Part):
                 remedy="Call `backward` and read `.grad`, or use strategy 'nnscaler_dp'.",
             )
         return [self.whole()]
-
-    # --- keeping ------------------------------------------------------------------------------
 
     def _forget(self) -> None:
         self._value = self._node = self._seen = None

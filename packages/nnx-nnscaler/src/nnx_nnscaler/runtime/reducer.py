@@ -44,9 +44,6 @@ __all__ = [
 ]
 
 
-# --- the reducer ----------------------------------------------------------------------------------
-
-
 FIRST_BYTES = 1 << 20
 """Limit of the first bucket, so that the first collective starts early; as in torch DDP."""
 BUCKET_BYTES = 25 << 20
@@ -122,8 +119,6 @@ class Reducer:
         self._held = 0  # nested `backward_pass`
         self._error: Exception | None = None  # raised when the pass ends: hooks must not
 
-    # --- taking part --------------------------------------------------------------------------
-
     def attach(self) -> None:
         """Listen to the parameters' gradients, if there is anyone to share them with."""
         with local_mode():
@@ -177,8 +172,6 @@ class Reducer:
                 for bucket in self._open:
                     bucket.wait()
                 self._close()
-
-    # --- a pass -------------------------------------------------------------------------------
 
     def _foresee(self, index: int, _: Tensor) -> None:
         """Autograd is about to add to a gradient: what was summed over the unit before must not be again."""
@@ -329,8 +322,6 @@ class Reducer:
     @property
     def _device(self) -> torch.device:
         return self._parameters[0].device if self._parameters else self._rows[0].device  # type: ignore[attr-defined]
-
-    # --- buckets ------------------------------------------------------------------------------
 
     def _group_of(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
         if self._number_of[id(parameter)] in self._elsewhere:

@@ -54,7 +54,6 @@ __all__ = [
 ]
 
 
-# --- the way to the device --------------------------------------------------------------------------
 # A module goes to its device one submodule after the other, with the same values on every rank. Where each
 # parameter is stored in part as soon as it has arrived, the whole module is never on the device.
 
@@ -134,7 +133,6 @@ class _Alone:
         yield "", self._submodule
 
 
-# --- gradients, as they are stored ----------------------------------------------------------------
 # What the gradients of guarded parameters are parts of, by how the parameter is stored.
 #
 # It owns no gradient: those stay where autograd and the reducer put them. Who looks at one outside of local
@@ -260,9 +258,6 @@ class _Rows:
         self._tensor.data = self._rows.layout.stored_rows(value).clone()
 
 
-# --- all parameters of a module -------------------------------------------------------------------
-
-
 T = TypeVar("T")
 
 
@@ -339,8 +334,6 @@ class Parameters:
             part.gradients = self._gradients_of(part)
         self.reducer.on_end = self.end_step
         self.reducer.attach()
-
-    # --- laying out ---------------------------------------------------------------------------
 
     def _layout_of(self, name: str, parameter: nn.Parameter, placement: Placement) -> ParameterLayout:
         shape, axes = tuple(parameter.shape), self.axes
@@ -472,8 +465,6 @@ class Parameters:
                 inside.bucket.release()
         self._parts.clear()
 
-    # --- using --------------------------------------------------------------------------------
-
     @contextmanager
     def local_mode(self) -> Iterator[None]:
         """Within it every parameter is its local part: for programs and the engine's own code."""
@@ -531,8 +522,6 @@ class Parameters:
                 part.release()
             for bucket in self._rows:
                 bucket.release()
-
-    # --- describing ---------------------------------------------------------------------------
 
     def layout(self, parameter: nn.Parameter) -> ParameterLayout:
         """How this rank stores a parameter."""

@@ -188,8 +188,6 @@ class RowBucket(Bucket):
         shape = part.layout.local_shape
         return self._rows[part.start : part.start + math.prod(shape)].view(shape)
 
-    # --- values -------------------------------------------------------------------------------
-
     def gather(self, reader: RowPart) -> None:
         """Give every part all its rows. Collective.
 
@@ -233,8 +231,6 @@ class RowBucket(Bucket):
         self._gathered = None
         for part in self.parts:
             part.forget()
-
-    # --- gradients ----------------------------------------------------------------------------
 
     def start(self) -> None:  # noqa: D102 # as the base class says
         self._sent = self._rows.new_empty((self.axes.part_size, self._rows.numel()))

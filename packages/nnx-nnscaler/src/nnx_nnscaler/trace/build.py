@@ -136,8 +136,6 @@ class Builder:
     def output(self, part: Any, tensors: list[Argument]) -> Argument:
         return tensors[part.index] if isinstance(part, Slot) else self.argument(self.sizes.value(part))
 
-    # ---- inputs, parameters, buffers, constants
-
     def _name_inputs(self) -> None:
         graph, program = self.graph, self.exported.program
         parameters = {id(tensor): name for name, tensor in self.module.named_parameters()}
@@ -186,8 +184,6 @@ class Builder:
             follows = differentiable and self.gradients and is_float(tensor)
             self.graph.metas[value.name] = self.sizes.meta(tensor, differentiable=follows)
             self.differentiable |= {value.name} if follows else set()
-
-    # ---- steps
 
     def _refuse_unbound(self) -> None:
         """Refuse sizes that depend on data, naming every submodule that has some."""
@@ -302,8 +298,6 @@ class Builder:
         value = self.argument(node)
         tensor = self.graph.constants.get(value.name) if isinstance(value, Ref) else None
         return tensor.item() if tensor is not None and tensor.numel() == 1 else None
-
-    # ---- operators and arguments
 
     def _add(
         self, step: Step, target: str, args: tuple[Argument, ...], kwargs: dict[str, Argument], made: Any
@@ -450,8 +444,6 @@ def _parts(structure: Any) -> list[tuple[Any, Any]]:
     return list(fields.items()) if isinstance(fields, dict) else []
 
 
-# --- sizes -----------------------------------------------------------------------------------------------
-#
 # Symbolic sizes of a trace as expressions in ``B``, the size of the batch.
 #
 # Owns the naming of symbols, the printing of expressions and what must hold of them. torch gives every input

@@ -209,8 +209,6 @@ def _autocast_hidden() -> Iterator[None]:
         torch.is_autocast_enabled = real
 
 
-# --- whole -----------------------------------------------------------------------------------------------
-#
 # Submodules that stay whole: during a trace, one opaque operator stands for each of their calls.
 #
 # Owns the operator, what it returns (metas that were recorded by running the module on the sample), and the

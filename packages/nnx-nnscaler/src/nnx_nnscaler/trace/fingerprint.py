@@ -30,7 +30,6 @@ from nnx_nnscaler.trace.reads import (
 )
 from nnx_nnscaler.trace.structure import is_constant
 
-# --- fingerprints ---------------------------------------------------------------------------------
 # A short text that is equal exactly when a trace would be: over code, structure and shapes, not values.
 #
 # Ranks compare it before they compile, and what was compiled is kept under it.
@@ -193,9 +192,6 @@ def _ordered(value: Any) -> Any:
     if isinstance(value, frozenset):
         return sorted(repr(_ordered(item)) for item in value)
     return tuple(map(_ordered, value)) if isinstance(value, tuple) else value
-
-
-# --- values ---------------------------------------------------------------------------------------
 
 
 class _Same:

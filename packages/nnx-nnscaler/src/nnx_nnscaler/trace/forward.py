@@ -150,8 +150,6 @@ class _Tracer:
                 return graph
         raise self._error(Blame("", "", "no set of submodules kept whole was enough"))
 
-    # ---- what stays whole
-
     def _keep_all(self, blames: Sequence[Blame]) -> None:
         before = dict(self.kept)
         for one in sorted(blames, key=lambda one: one.fqn.count(".") if one.fqn else -1):
@@ -194,8 +192,6 @@ class _Tracer:
         return TraceError(
             f"the forward of {type(self.module).__name__} cannot be traced: {one}.", remedy=_REMEDY
         )
-
-    # ---- what they return
 
     def _record(self) -> None:
         """Find out what the submodules that stay whole return, by running the forward on the sample."""
@@ -260,8 +256,6 @@ def _spec(inputs: Inputs) -> str:
         return ""
 
 
-# --- stand ins -------------------------------------------------------------------------------------------
-#
 # Parameters for a trace where the module's own cannot be used: in parts, on the meta device or elsewhere.
 #
 # Owns the exchange of entries in modules for a while. Parameter objects are never touched.

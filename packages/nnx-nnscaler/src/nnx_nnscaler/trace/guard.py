@@ -159,9 +159,6 @@ def running(root: nn.Module) -> Iterator[None]:
         yield
 
 
-# --- hooks ----------------------------------------------------------------------------------------------
-
-
 def hooks_of_the_user(module: nn.Module) -> bool:
     """Whether a submodule has hooks that a program would not call by itself."""
     return any(not _is_traced(hook) for kind in _HOOKS for hook in getattr(module, kind, {}).values())
@@ -185,9 +182,6 @@ def hooks_removed(root: nn.Module) -> Iterator[None]:
     finally:
         for space, kind, hooks in saved:
             space[kind] = hooks
-
-
-# --- collectives ----------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -174,8 +174,6 @@ def is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
-# --- views -----------------------------------------------------------------------------------------------
-#
 # Which values of a trace share memory, and how a change of one is seen through the others.
 #
 # A graph has no writes: a write into a view becomes a new whole with the part put back, and the other views
@@ -380,8 +378,6 @@ def _is_same(step: Step, part: Tensor, whole: Tensor) -> bool:
     return _name(step) in known and part.shape == whole.shape and part.stride() == whole.stride()
 
 
-# --- operators -------------------------------------------------------------------------------------------
-#
 # What tracing has to know of torch's operators: which draw, which write, which do nothing.
 
 
@@ -525,8 +521,6 @@ def _converted(step: Step) -> torch.dtype | None:
     return own.dtype if own is not None and differs and own.dtype.is_floating_point else None
 
 
-# --- prune -----------------------------------------------------------------------------------------------
-#
 # Leaving out what nothing needs, except what draws random numbers or changes a buffer.
 
 

@@ -23,7 +23,6 @@ from nnx_core._torch_compat import pytree
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.ir.graph import Make
 
-# --- inputs ---------------------------------------------------------------------------------------
 # The forward's inputs as leaves: their names, which dims are the batch, and samples of other batch sizes.
 #
 # Owns everything between ``(args, kwargs)`` and a flat list; never looks into the module's code.
@@ -213,8 +212,6 @@ def _find_batch(leaves: Sequence[Any]) -> tuple[tuple[int, ...], int]:
     return found, batch
 
 
-# --- errors ----------------------------------------------------------------------------------------------
-#
 # What tracing raises: always with the line of the user's code that it is about.
 
 
@@ -222,7 +219,6 @@ class TraceError(UnsupportedError):
     """The forward cannot be turned into a graph; the message names the submodule and the source line."""
 
 
-# --- outputs --------------------------------------------------------------------------------------
 # Nested values taken apart into tensors and a structure of `Slot`s, and put together again.
 #
 # Owns what objects may come out of a forward: containers, dataclasses, named tuples, `ModelOutput`s and
@@ -357,8 +353,6 @@ def _cache(value: Any, go: Callable[[Any], Any]) -> Make:
     return Make(_location(type(value)), {"ddp_cache_data": go(layers)})
 
 
-# --- blame -----------------------------------------------------------------------------------------------
-#
 # Where in the user's code something happened: by traceback, and by the notes on a trace's operators.
 #
 # Owns what a source line looks like, and which submodule an error is to blame on.
