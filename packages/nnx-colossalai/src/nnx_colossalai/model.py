@@ -25,7 +25,6 @@ from nnx_checkpoint.reading.state import repoint_optimizer
 from nnx_colossalai._torch_compat import makes_cuda_graphs
 from nnx_colossalai.budgets import resources
 from nnx_colossalai.chunks.chunk import ChunkEngine, Unit
-from nnx_colossalai.chunks.units import FoundUnit, find_units
 from nnx_colossalai.device import Device, HostDevice
 from nnx_colossalai.ledger import DeviceMemoryError
 from nnx_colossalai.options import ColossalAIOptions
@@ -36,6 +35,7 @@ from nnx_colossalai.plan.model import doubtful_units, left_with_the_root, model_
 from nnx_colossalai.plan.planner import Planned, downgrade, evaluate, plan, why_not_lower
 from nnx_colossalai.plan.spec import ModelSpec, RankResources, Rates, Tier, Wishes
 from nnx_colossalai.plan.timeline import draw_timeline
+from nnx_colossalai.plan.units import FoundUnit, find_units
 from nnx_colossalai.stepper import Stepper
 from nnx_core.backend import ParallelContext, Sample, first_call
 from nnx_core.errors import NnxError, UnsupportedError

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nnx_colossalai.budgets import resources
-from nnx_colossalai.chunks.units import find_units
 from nnx_colossalai.device import HostDevice
 from nnx_colossalai.plan.kept import probe
 from nnx_colossalai.plan.spec import RankResources, Rates
+from nnx_colossalai.plan.units import find_units
 
 
 def resources_of_ranks(cache: Path) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from jobs.simulated_device import SimDevice
 from nnx_colossalai.chunks.chunk import Unit
 from nnx_colossalai.chunks.sharded import ShardedEngine
-from nnx_colossalai.chunks.units import find_units
 from nnx_colossalai.ledger import DeviceMemoryError
 from nnx_colossalai.plan.spec import Tier
+from nnx_colossalai.plan.units import find_units
 from nnx_core.backend import ParallelContext
 
 WIDTH = 6

@@ -13,12 +13,12 @@ from torch.nn import functional
 
 from jobs.colossalai_llama import Llama, llama2_7b
 from nnx_colossalai.backend import ColossalAIBackend
-from nnx_colossalai.chunks.units import find_units
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.document import PlanDocument
 from nnx_colossalai.plan.dry_run import dry_run
 from nnx_colossalai.plan.model import model_spec
 from nnx_colossalai.plan.spec import Rates, Tier, Wishes
+from nnx_colossalai.plan.units import find_units
 from nnx_core.backend import ParallelContext
 from nnx_core.errors import PlanError
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nnx
 from jobs.colossalai_llama import Llama
-from nnx_colossalai.chunks.units import find_units
 from nnx_colossalai.plan.kept import Probe, probe
+from nnx_colossalai.plan.units import find_units
 from nnx_core.errors import UnsupportedError
 
 

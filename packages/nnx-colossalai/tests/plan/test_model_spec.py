@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from jobs.colossalai_llama import Llama, llama2_7b
-from nnx_colossalai.chunks.units import find_units
 from nnx_colossalai.plan.kept import Probe
 from nnx_colossalai.plan.model import buffer_bytes, model_spec, optimizer_state, widths
+from nnx_colossalai.plan.units import find_units
 from nnx_core.errors import OptionError
 
 

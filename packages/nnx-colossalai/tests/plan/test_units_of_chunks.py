@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from jobs.colossalai_llama import Llama, llama2_7b
-from nnx_colossalai.chunks.units import find_units, padded_numel, waste
+from nnx_colossalai.plan.units import find_units, padded_numel, waste
 from nnx_core.errors import OptionError
 
 
@@ -203,7 +203,7 @@ def test_an_upper_bound_lowers_the_lower_one() -> None:
 @pytest.mark.full
 def test_units_do_not_depend_on_the_hash_seed() -> None:
     code = (
-        "from jobs.colossalai_llama import Llama; from nnx_colossalai.chunks.units import find_units;"
+        "from jobs.colossalai_llama import Llama; from nnx_colossalai.plan.units import find_units;"
         "print([(u.name, list(u.parameters)) for u in find_units(Llama(16, 2, 40, 2, 50), max_numel=700)])"
     )
     here = [(unit.name, list(unit.parameters)) for unit in find_units(Llama(16, 2, 40, 2, 50), max_numel=700)]

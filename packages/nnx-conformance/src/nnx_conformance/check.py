@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nnx_conformance.checks import MODULES
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_conformance.subject import REFERENCE, Identity, Kind, Subject
 from nnx_conformance.task import Outcome, Task
@@ -39,6 +38,37 @@ __all__ = [
     "summary_of",
 ]
 
+
+MODULES = (
+    "numbers_optimizers",
+    "numbers_losses",
+    "stages",
+    "structure_layers",
+    "structure_building",
+    "names_module",
+    "names_callbacks",
+    "names_collectives",
+    "names_samplers",
+    "habits_ranks",
+    "habits_gradients",
+    "habits_parameters",
+    "habits_state_dict",
+    "habits_weights_by_hand",
+    "habits_written_by_ranks",
+    "habits_backward",
+    "habits_optimizers",
+    "habits_lone_rank",
+    "habits_collectives",
+    "checkpoints_resuming",
+    "checkpoints_contents",
+    "checkpoints_accidents",
+    "nodes",
+    "manners_starting",
+    "manners_failures",
+    "manners_first_error",
+    "manners_residue",
+)
+"""The modules in the order in which their checks run: what fails first explains most."""
 
 GROUPS = tuple(dict.fromkeys(module.partition("_")[0] for module in MODULES))
 """The groups in the order in which they run."""

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nnx_colossalai.chunks.units import FoundUnit, find_units, waste
 from nnx_colossalai.plan.document import PlanDocument, plan_table
 from nnx_colossalai.plan.kept import Probe, probe
 from nnx_colossalai.plan.model import doubtful_units, left_with_the_root, model_spec, optimizer_state, widths
 from nnx_colossalai.plan.planner import Planned, plan
 from nnx_colossalai.plan.spec import ModelSpec, RankResources, Rates, Wishes
 from nnx_colossalai.plan.timeline import draw_timeline
+from nnx_colossalai.plan.units import FoundUnit, find_units, waste
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from nnx_colossalai._torch_compat import (
     tree_leaves,
     tree_map,
 )
-from nnx_colossalai.chunks.units import FoundUnit
+from nnx_colossalai.plan.units import FoundUnit
 from nnx_core.errors import UnsupportedError
 from nnx_core.random_state import forked
 from nnx_core.view.python_state import PythonState
@@ -74,7 +74,7 @@ def probe(
         mixed: True if autocast to `working` is on.
 
     Example:
-        >>> from nnx_colossalai.chunks.units import find_units
+        >>> from nnx_colossalai.plan.units import find_units
         >>> model = nn.Sequential(nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 400))
         >>> found = probe(find_units(model), model, [torch.ones(16, 400)])
         >>> found.activation_bytes["2"], found.activation_bytes[""]  # the output; the input and the ReLU's

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nnx_colossalai.chunks.units import FoundUnit, padded_numel
 from nnx_colossalai.plan.kept import Probe
 from nnx_colossalai.plan.spec import Group, ModelSpec
+from nnx_colossalai.plan.units import FoundUnit, padded_numel
 from nnx_core.errors import OptionError
 from nnx_fsdp.units import DEFAULT_MIN_NUM_PARAMS, choose_units
 
@@ -153,7 +153,7 @@ def model_spec(
     what it adds for that is counted.
 
     Args:
-        units: Of the model; see `nnx_colossalai.chunks.units.find_units`.
+        units: Of the model; see `nnx_colossalai.plan.units.find_units`.
         world_size: Ranks over which masters and state are divided.
         precision: Lightning's precision string.
         optimizer: Instance, class or several; or bytes of state for each trained element. None is Adam.
@@ -164,7 +164,7 @@ def model_spec(
         gradients_in_forward: See `ModelSpec`.
 
     Example:
-        >>> from nnx_colossalai.chunks.units import find_units
+        >>> from nnx_colossalai.plan.units import find_units
         >>> spec = model_spec(find_units(nn.Linear(3, 5)), precision="bf16-mixed", optimizer=torch.optim.SGD)
         >>> spec.groups[0].numel, spec.working_bytes, spec.master_bytes, spec.optimizer_bytes
         (20, 2, 4, 0)
@@ -225,7 +225,7 @@ def doubtful_units(
         most: Largest unit.
 
     Example:
-        >>> from nnx_colossalai.chunks.units import find_units
+        >>> from nnx_colossalai.plan.units import find_units
         >>> layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         >>> module = nn.ModuleDict({"embed": nn.Embedding(9, 8), "layers": layers})
         >>> doubtful_units(module, find_units(module, min_numel=9), policy=None, least=9, most=None)

@@ -24,9 +24,9 @@ from nnx_core.agree.watch import Watch
 from nnx_core.backend import Backend, NoOptions, Sample
 from nnx_core.errors import OptionError
 from nnx_core.lightning.checkpoint import CheckpointIO, exists, innermost_checkpoint_io
-from nnx_core.lightning.exact_resume import ExactResume
 from nnx_core.lightning.namespaces import trainer_tree
 from nnx_core.lightning.processes import ParallelProcesses
+from nnx_core.lightning.resume.resume import ExactResume
 from nnx_core.optimizers.gradients import Gradient, gradients_of
 
 __all__ = ["callbacks", "compare_ranks"]

@@ -1,7 +1,7 @@
 """The private names of Lightning that nnx uses, in one place, except those of its loops.
 
 What exact resume needs of the loops' counters and of the data fetcher is with it, in
-`nnx_core.lightning.exact_resume`.
+`nnx_core.lightning.resume.resume`.
 
 Checked against Lightning 2.6.6. The functions take the root of a module tree, because the two copies of
 Lightning each have their own classes.

@@ -38,9 +38,9 @@ from nnx_core.lightning.compat import (
     is_wrapping_checkpoint_io,
     make_optimizers,
 )
-from nnx_core.lightning.exact_resume import ExactResume
 from nnx_core.lightning.prediction import EvenPrediction, _renamed
 from nnx_core.lightning.processes import ParallelProcesses
+from nnx_core.lightning.resume.resume import ExactResume
 from nnx_core.lightning.routing import (
     publishes_gradients,
     refuse_plain_backward,
