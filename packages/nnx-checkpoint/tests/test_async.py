@@ -20,7 +20,7 @@ import nnx
 import nnx_checkpoint
 from nnx_base.shard import shard_of
 from nnx_checkpoint.format import inflight
-from nnx_checkpoint.writing import writer
+from nnx_checkpoint.writing import background
 from nnx_checkpoint.writing.copy import Arena
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_core.errors import CheckpointError
@@ -243,12 +243,12 @@ def test_an_error_that_nobody_waited_for_is_raised_by_the_next_save(tmp_path: Pa
 
 def test_polling_raises_once_when_the_save_has_ended(tmp_path: Path, gate: threading.Event) -> None:
     save = nnx_checkpoint.save_async(in_the_way(tmp_path / "a"), **state(1))
-    writer.poll()
+    background.poll()
     gate.set()
     save._thread.join()
     with pytest.raises(CheckpointError, match="it is a file"):
-        writer.poll()
-    writer.poll()
+        background.poll()
+    background.poll()
 
 
 def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import torch
 import nnx_checkpoint
 from nnx_base.shard import Box, Shard, shard_of
 from nnx_checkpoint.format.manifest import FileEntry, Manifest
-from nnx_checkpoint.storage import files
+from nnx_checkpoint.storage import lock
 from nnx_checkpoint.storage.files import _REMEDIES, explained
 from nnx_checkpoint.storage.locations import LocalPlace, place_of
 from nnx_checkpoint.writing.transaction import begin
@@ -407,7 +407,7 @@ def test_an_interrupted_save_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.
     assert nnx_checkpoint.verify(tmp_path / "a") == []
 
 
-@pytest.mark.parametrize("code", sorted(files._UNSUPPORTED))
+@pytest.mark.parametrize("code", sorted(lock._UNSUPPORTED))
 def test_where_there_are_no_locks_a_save_that_was_overtaken_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:

@@ -15,7 +15,7 @@ import nnx_checkpoint
 from nnx_base.shard import Box, shard_of
 from nnx_checkpoint.format.index import Piece, TensorEntry
 from nnx_checkpoint.format.rankfile import ranges_of
-from nnx_checkpoint.reading import reader
+from nnx_checkpoint.reading import fetching
 from nnx_checkpoint.reading.fetching import Fetcher, PlainFiles, Wanted
 from nnx_checkpoint.storage.files import FileReader
 from nnx_core.errors import CheckpointError
@@ -82,7 +82,7 @@ def test_any_region_of_a_plain_file_arrives_exactly(
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(FileReader, "gap", gap),
-        mock.patch.multiple(reader, _SCRATCH=limit, _TASK=4 * limit),
+        mock.patch.multiple(fetching, _SCRATCH=limit, _TASK=4 * limit),
     ):
         entry = plain_file(Path(folder) / "file", tensor)
         Fetcher(PlainFiles(folder)).fetch([Wanted(entry, region, into)])
@@ -94,8 +94,8 @@ def test_any_region_of_a_plain_file_arrives_exactly(
 def test_any_region_of_a_verified_file_arrives_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, strided: bool
 ) -> None:
-    monkeypatch.setattr(reader, "_SCRATCH", limit)
-    monkeypatch.setattr(reader, "_TASK", 4 * limit)
+    monkeypatch.setattr(fetching, "_SCRATCH", limit)
+    monkeypatch.setattr(fetching, "_TASK", 4 * limit)
     tensor = torch.arange(7 * 130 * 600).reshape(7, 130, 600)
     nnx_checkpoint.save(tmp_path / "a", tensors={"w": shard_of(tensor)}, objects={})
     checkpoint = nnx_checkpoint.open_checkpoint(tmp_path / "a")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnx_checkpoint.writing import pinned, writer
+from nnx_checkpoint.writing import copy, pinned
 from nnx_checkpoint.writing.pinned import registered_empty
 
 
@@ -86,8 +86,8 @@ def test_the_copies_of_a_background_save_are_pinned_in_exactly_their_size(
         made.append(numel)
         return torch.empty(numel, dtype=dtype)
 
-    monkeypatch.setattr(writer, "pinned_empty", make)
-    arena = writer.Arena()
+    monkeypatch.setattr(copy, "pinned_empty", make)
+    arena = copy.Arena()
     for size, is_pinned in ((100, False), (100, True), (90, True), (100, False), (130, True)):
         assert arena._large_enough(size, is_pinned).nbytes >= size
     assert made == [100, 130]

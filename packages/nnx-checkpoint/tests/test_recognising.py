@@ -65,8 +65,8 @@ FORMATS = [*specs(), "bare"]
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plugin gives the format `Bare`."""
     spec = CheckpointFormatSpec("bare", "acme:Bare", description="of a plugin")
-    others, load = formats._from_outside(), formats._load
-    monkeypatch.setattr(formats, "_from_outside", lambda: {**others, "bare": spec})
+    others, load = formats.from_outside(), formats._load
+    monkeypatch.setattr(formats, "from_outside", lambda: {**others, "bare": spec})
     monkeypatch.setattr(formats, "_load", lambda target: Bare() if target == "acme:Bare" else load(target))
 
 
@@ -179,7 +179,7 @@ def test_what_a_format_cannot_look_at_is_not_its_own(
     place: Path, bare: None, format: str, make: Callable[[Path], Path]
 ) -> None:
     candidate = get_format(format)  # imported here: nobody may not read everything
-    assert looked_at(place, make, lambda path: formats._recognises(candidate, path)) in ("True", "False")
+    assert looked_at(place, make, lambda path: formats.recognises(candidate, path)) in ("True", "False")
 
 
 @pytest.mark.parametrize("make", KINDS)

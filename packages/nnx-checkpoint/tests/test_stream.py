@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nnx_checkpoint.storage import files
+from nnx_checkpoint.storage import streams
 from nnx_checkpoint.storage.files import read_exactly
 from nnx_checkpoint.storage.streams import DirectFile, StreamWriter
 from nnx_core.errors import CheckpointError
@@ -31,11 +31,11 @@ def test_parts_of_any_length_end_up_one_after_the_other(lengths: list[int]) -> N
     from unittest import mock
 
     parts = [os.urandom(length) for length in lengths]
-    with tempfile.TemporaryDirectory() as directory, mock.patch.object(files, "_BUFFER", 16384):
-        files._spare.clear()
+    with tempfile.TemporaryDirectory() as directory, mock.patch.object(streams, "_BUFFER", 16384):
+        streams._spare.clear()
         write(Path(directory) / "file", parts)
         assert (Path(directory) / "file").read_bytes() == b"".join(parts)
-    files._spare.clear()
+    streams._spare.clear()
 
 
 def test_what_was_appended_is_returned_from_where_it_will_be_written(tmp_path: Path) -> None:
@@ -100,29 +100,29 @@ def test_an_error_of_the_writing_thread_reaches_the_caller(
     monkeypatch.setattr(os, "pwrite", fail)
     with pytest.raises(CheckpointError, match=r"cannot write '.*file': No space left on device. Free space"):
         write(tmp_path / "file", [b"x" * 5000])
-    files._spare.clear()
+    streams._spare.clear()
     with pytest.raises(CheckpointError, match="No space left"):
-        write(tmp_path / "more", [bytes(files._BUFFER)] * 8)
+        write(tmp_path / "more", [bytes(streams._BUFFER)] * 8)
 
 
 def test_buffers_are_kept_for_the_next_save_and_no_more_than_one_set(tmp_path: Path) -> None:
-    files._spare.clear()
+    streams._spare.clear()
     for number in range(3):
         write(tmp_path / str(number), [b"x"])
-    assert len(files._spare) == files._BUFFERS
+    assert len(streams._spare) == streams._BUFFERS
 
 
 def test_a_forked_process_does_not_share_the_buffers(tmp_path: Path) -> None:
     write(tmp_path / "file", [b"parent"])
-    for buffer in files._spare:
+    for buffer in streams._spare:
         buffer[:6] = b"parent"
     child = os.fork()
     if child == 0:
-        for buffer in files._spare:
+        for buffer in streams._spare:
             buffer[:6] = b"child!"
         os._exit(0)
     os.waitpid(child, 0)
-    assert [buffer[:6] for buffer in files._spare] == [b"parent"] * files._BUFFERS
+    assert [buffer[:6] for buffer in streams._spare] == [b"parent"] * streams._BUFFERS
 
 
 def test_memory_file_systems_work() -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import nnx_checkpoint
 from nnx_base.shard import shard_of
 from nnx_checkpoint.format import inflight
-from nnx_checkpoint.writing import writer
+from nnx_checkpoint.writing import background
 from nnx_checkpoint.writing.writer import Save
 from nnx_core.errors import CheckpointError
 from nnx_test_helpers import checkpoint_jobs
@@ -94,7 +94,7 @@ def poll_until_noticed(path: str, slow_rank: int, fail: bool) -> tuple[int, str]
         nnx_checkpoint.save_async(path, tensors=tensors, objects={})
         for number in range(1000):
             try:
-                writer.poll()
+                background.poll()
             except CheckpointError as error:
                 return number, str(error)
             if inflight.current() is None:

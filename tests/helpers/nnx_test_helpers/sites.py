@@ -63,11 +63,11 @@ class Site:
 @pytest.fixture
 def clean_names():
     """Forget, before and after, what was discovered and registered in this process."""
-    from nnx_core.names import plugins
+    from nnx_core.names import discovery
     from nnx_core.names.registry import StrategyRegistry
 
     def forget():
-        plugins._State.found = None
+        discovery._State.found = None
         StrategyRegistry._local.clear()
         StrategyRegistry._overriding.clear()
         StrategyRegistry._removed.clear()

@@ -9,7 +9,7 @@ import torch
 
 from jobs.colossalai_plan_jobs import resources_of_ranks
 from jobs.simulated_device import SimDevice
-from nnx_colossalai import device as module
+from nnx_colossalai import budgets as module
 from nnx_colossalai.budgets import available_host_bytes, rates_of, resources
 from nnx_colossalai.device import HostDevice
 from nnx_colossalai.plan.spec import Rates

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from nnx_colossalai.plan import document
+from nnx_colossalai.plan import timeline
 from nnx_colossalai.plan.planner import Planned, evaluate
 from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
 from nnx_colossalai.plan.timeline import draw_timeline
@@ -35,7 +35,7 @@ def drawn(path: Path, plan: Planned, resources: RankResources = RESOURCES) -> di
     pixels = pixels[:, : int(0.84 * pixels.shape[1])]
     return {
         kind: float((np.abs(pixels - np.array(to_rgb(color))).max(axis=2) < 0.02).mean())
-        for kind, color in document._COLORS.items()
+        for kind, color in timeline._COLORS.items()
     }
 
 

@@ -181,7 +181,7 @@ def save_after(run: Run, path: str) -> tuple[bool, bool, bool]:
         Whether the first was complete on return, what the copy's memory was then given back, and whether
         the second was in flight on return.
     """
-    from nnx_checkpoint.writing import writer
+    from nnx_checkpoint.writing import background
 
     save = At(1, lambda trainer: trainer.save_checkpoint(str(run.save)))
     module = Net(run)
@@ -189,7 +189,7 @@ def save_after(run: Run, path: str) -> tuple[bool, bool, bool]:
     trainer.fit(module)
     trainer.save_checkpoint(path)
     complete = inflight.current() is None
-    freed = writer._arena.nbytes == 0
+    freed = background._arena.nbytes == 0
     in_flight = []
 
     def save_again(trainer: Trainer) -> None:
