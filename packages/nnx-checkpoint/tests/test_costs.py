@@ -183,3 +183,80 @@ def test_further_boxes_have_the_keys_that_they_had() -> None:
     assert list(json.loads(header[8:]))[1:] == [
         "w", "w#2", "w#1", "w#3", "__metadata__#1", "w#1#1", "__metadata__#2",
     ]  # fmt: skip
+
+
+class Call:
+    """What a pickle makes by calling something, which no training program has it make."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._reduced = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._reduced
+
+
+HUGE = torch.zeros(1).expand(1 << 40)
+CONTAINERS = (set, frozenset, list, tuple, dict, bytearray, collections.OrderedDict, collections.Counter)
+
+
+@pytest.mark.parametrize("container", [*CONTAINERS, collections.deque, torch.Size])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_huge_tensor_is_not_iterated_to_make_a_container(
+    tmp_path: Path, container: Callable[..., Any], zipped: bool
+) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save({"x": Call(container, HUGE)}, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match="makes a container of what is no list"):
+        nnx_checkpoint.open_checkpoint(path)
+
+
+def test_a_huge_tensor_is_not_iterated_as_a_default_or_a_state(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save({"x": Call(collections.defaultdict, None, HUGE)}, path)
+    with pytest.raises(CheckpointError, match="makes a container of what is no list"):
+        nnx_checkpoint.open_checkpoint(path)
+
+    class WithState:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return collections.OrderedDict, (), HUGE
+
+    torch.save({"x": WithState()}, path)
+    with pytest.raises(CheckpointError, match="restores an object from what is no dict"):
+        nnx_checkpoint.open_checkpoint(path)
+
+
+def test_a_huge_tensor_is_not_iterated_as_a_number_of_elements(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save({"huge": HUGE, "w": torch.ones(3)}, path)
+    with zipfile.ZipFile(path) as archive:
+        pickled = archive.read("a/data.pkl")
+    rebuilt = pickled[: pickled.rindex(b"X\x01\x00\x00\x00w")]  # ends with the first tensor, and its name
+    memo = 200
+    first = rebuilt[: rebuilt.rindex(b"R") + 1] + b"r" + memo.to_bytes(4, "little")
+    for number in (b"j" + memo.to_bytes(4, "little"), b"]", b"X\x01\x00\x00\x003"):
+        storage = (
+            b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x001X\x03\x00\x00\x00cpu"
+            + number
+            + b"tQ"
+        )
+        torch_file(path, first + b"X\x01\x00\x00\x00w" + storage + b"u.")
+        with pytest.raises(CheckpointError, match="names a storage otherwise than"):
+            nnx_checkpoint.open_checkpoint(path)
+
+
+def test_containers_as_picklers_make_them_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    ordered = collections.OrderedDict(w=torch.ones(2))
+    ordered.version = 3  # type: ignore[attr-defined] # torch keeps the state of an OrderedDict
+    objects = {
+        "ordered": ordered,
+        "counter": collections.Counter("aab"),
+        "default": collections.defaultdict(list, {"a": [torch.ones(1)]}),
+        "set": {1, (2, "a")},
+        "size": torch.Size([2, 3]),
+        "bytes": bytearray(b"ab"),
+        "tensors": [torch.ones(2), torch.ones(3).t(), torch.nn.Parameter(torch.ones(1))],
+    }
+    for zipped in (True, False):
+        torch.save(objects, path, _use_new_zipfile_serialization=zipped)
+        assert nnx_checkpoint.open_checkpoint(path).world_size == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ def save(path: Path, value: float = 1) -> Path:
     return path
 
 
+@pytest.fixture
+def _keyboard_interrupts() -> Iterator[None]:
+    """Set Python's handler of SIGINT, which a shell that starts the tests in the background ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_keyboard_interrupts")
 @pytest.mark.parametrize("call", range(1, 9))
 @pytest.mark.parametrize("is_first", [True, False])
 def test_ctrl_c_during_a_save_leaves_nothing_unfinished(

@@ -2,7 +2,8 @@
 
 A pickle makes an empty list, of 64 bytes, with each of its own bytes. A tuple that holds one twice, which
 holds one twice, and so on, is looked through to the end when it becomes a key. Keys of one hash are compared
-with each other, every two of them. The hash of a tuple that is nested too deeply ends the process. So the
+with each other, every two of them. The hash of a tuple that is nested too deeply ends the process. A tensor
+without data, of as many elements as its size says, is iterated where a list or a number is expected. So the
 operations of a pickle are followed first, without making anything.
 """
 
@@ -51,6 +52,17 @@ _PLAIN = {
     ),
 }
 _SETS = ("builtins set", "builtins frozenset", "__builtin__ set", "__builtin__ frozenset")
+_CONTAINERS = {
+    *_SETS,
+    *(
+        f"{module} {name}"
+        for module in ("builtins", "__builtin__")
+        for name in ("bytearray", "dict", "list", "tuple")
+    ),
+    *(f"collections {name}" for name in ("Counter", "OrderedDict", "defaultdict", "deque")),
+    "torch Size",
+}
+"""Classes that iterate their arguments; no pickler gives them anything but lists, tuples and dicts."""
 _COMPLEX = ("builtins complex", "__builtin__ complex")
 
 _MARK, _PUT, _GET, _TO_MARK = -1, -2, -3, -4
@@ -63,14 +75,16 @@ class _Item:
     Attributes:
         weight: How much its hash looks at.
         depth: How deeply it is nested.
+        called: Whether a call made it that may have made a tensor.
         what: A number, a text, the name of a class, a `_Tuple`, or a `_Filled` once something is in it.
     """
 
-    __slots__ = ("depth", "weight", "what")
+    __slots__ = ("called", "depth", "weight", "what")
 
-    def __init__(self, weight: int, depth: int, what: Any = None) -> None:
+    def __init__(self, weight: int, depth: int, what: Any = None, *, called: bool = False) -> None:
         self.weight = weight
         self.depth = depth
+        self.called = called
         self.what = what
 
     def hashed(self) -> int | None:
@@ -99,7 +113,7 @@ class _Tuple:
     def __init__(self, items: list[_Item]) -> None:
         hashes = [item.hashed() for item in items]
         self.hashed = None if None in hashes else hash(tuple(map(_Hash, hashes)))
-        self.items = items[:2]
+        self.items = items[:5]
 
 
 class _Hash:
@@ -144,7 +158,7 @@ def refuse_swollen(file: IO[bytes], *, nbytes: int, source: str) -> None:
     Raises:
         CheckpointError: The objects take more than 48 MB and three times the file, a million of them wait to
             be put somewhere, a tuple holds more than a million and than the file has bytes, keys look at as
-            many, have one hash, or are nested more than a thousand deep.
+            many, have one hash, or are nested more than a thousand deep, or a tensor may be iterated.
     """
     if not zipfile.is_zipfile(file):
         file.seek(0)
@@ -213,6 +227,8 @@ class _Following:
 
     def _made(self, name: str, argument: Any, items: list[_Item]) -> _Item:
         """What an operation puts onto the stack."""
+        if name == "BUILD" and items[1].called:
+            raise self._refusal("restores an object from what is no dict")
         if name in ("APPEND", "SETITEM", "BUILD"):
             if name != "BUILD":
                 self._fill(name, items[0], items[1:])
@@ -220,18 +236,36 @@ class _Following:
         if name in _PLAIN:
             return _Item(1 + (argument.bit_length() >> 6 if type(argument) is int else 0), 0, argument)
         weight = sum([item.weight for item in items]) or 1
-        made = _Item(weight, 1 + max([item.depth for item in items], default=0))
+        called = name in ("REDUCE", "NEWOBJ", "BINPERSID")
+        made = _Item(weight, 1 + max([item.depth for item in items], default=0), called=called)
         if name.endswith(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3")):
             made.what = _Tuple(items)
         elif name == "FROZENSET":
             self._fill("ADDITEMS", made, items)
-        elif name == "REDUCE" and isinstance(items[1].what, _Tuple):
+        elif name == "BINPERSID":
+            self._name_storage(items[0].what)
+        elif called:
+            if not isinstance(items[1].what, _Tuple):
+                raise self._refusal("calls a class with what is no tuple")
             self._call(made, items[0].what, items[1].what.items)
         return made
+
+    def _name_storage(self, named: Any) -> None:
+        """Make sure that a storage is named by texts, and has a number of elements."""
+        values = [item.what for item in named.items] if isinstance(named, _Tuple) else []
+        if len(values) != 5 or not isinstance(values[2], str) or type(values[4]) is not int:
+            raise self._refusal("names a storage otherwise than torch.save does")
 
     def _call(self, made: _Item, name: Any, arguments: list[_Item]) -> None:
         """Let a class make something: sets hash what they hold, complex numbers have hashes."""
         values = [item.what for item in arguments]
+        if name == "_codecs encode":  # which makes bytes, in old pickles
+            made.called = False
+        if name in _CONTAINERS:
+            made.called = False
+            # The first argument of a defaultdict is a function.
+            if any(item.called for item in arguments[name == "collections defaultdict" :]):
+                raise self._refusal("makes a container of what is no list")
         if name in _SETS and values and isinstance(values[0], _Filled):
             made.what = _Filled()
             self._count(made.what, values[0].hashes, values[0].weight, values[0].depth)
