@@ -24,9 +24,10 @@ from nnx_checkpoint.collective import (
 )
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_conformance.training import mean_over_ranks
+from nnx_core.collective_order import CollectiveOrder
 from nnx_core.errors import DisagreementError
+from nnx_core.parameter_usage import used_anywhere
 from nnx_core.shares import SharedBatches, make_shares
-from nnx_core.used import CollectiveOrder, used_anywhere
 from nnx_core.watch import Watch
 from nnx_test_helpers import async_jobs, checkpoint_jobs
 

@@ -36,7 +36,7 @@ from nnx_core._torch_compat import (
     users_of_storage,
 )
 from nnx_core.errors import UnsupportedError
-from nnx_core.used import used_anywhere
+from nnx_core.parameter_usage import used_anywhere
 
 __all__ = [
     "Guard",

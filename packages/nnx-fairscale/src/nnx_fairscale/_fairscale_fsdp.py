@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from nnx_checkpoint.box import cut_range
 from nnx_checkpoint.shard import Shard, shard_of_range
 from nnx_core._torch_compat import current_backward
+from nnx_core.collective_order import CollectiveOrder
 from nnx_core.errors import UnsupportedError
-from nnx_core.used import CollectiveOrder, used_anywhere
+from nnx_core.parameter_usage import used_anywhere
 from nnx_core.watch import Writes, checksum
 from nnx_core.whole import local_mode
 

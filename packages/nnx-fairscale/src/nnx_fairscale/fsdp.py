@@ -24,12 +24,12 @@ from nnx_checkpoint.shard import Shard, shard_of
 from nnx_checkpoint.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core._torch_compat import tree_map
 from nnx_core.backend import Backend, ParallelContext, Sample
+from nnx_core.collective_order import CollectiveOrder
 from nnx_core.elementwise import try_optimizer
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.gradients import Gradient
 from nnx_core.hidden_state import HiddenStates
 from nnx_core.modules import Layers, broadcast_module, lay_in_order, materialize, move_to, with_strides
-from nnx_core.used import CollectiveOrder
 from nnx_core.watch import Writes
 from nnx_core.whole import local_mode
 from nnx_fairscale._fairscale_fsdp import HostShim, NullStream, Piece, Unit, is_taken, leave_out

@@ -25,7 +25,7 @@ from nnx_checkpoint.collective import is_distributed
 from nnx_core.errors import UnsupportedError
 from nnx_core.gradients import Gradient
 from nnx_core.own_optimizers import no_optimizer, refuse_no_optimizer
-from nnx_core.used import used_anywhere
+from nnx_core.parameter_usage import used_anywhere
 from nnx_fairscale.options import ShardedOptions
 from nnx_fairscale.oss import OwnedParameters
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from nnx_checkpoint.box import cut_range
 from nnx_core._torch_compat import storage_users
+from nnx_core.collective_order import CollectiveOrder
 from nnx_core.errors import UnsupportedError
-from nnx_core.used import CollectiveOrder
 from nnx_core.watch import Writes
 from nnx_core.whole import (
     HeldByTensor,

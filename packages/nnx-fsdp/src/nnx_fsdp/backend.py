@@ -31,6 +31,7 @@ from nnx_checkpoint.shard import shard_of
 from nnx_checkpoint.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core._torch_compat import begin_anew, forget_dtensors, states_of
 from nnx_core.backend import Backend, ParallelContext, Sample
+from nnx_core.collective_order import CollectiveOrder
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.gradients import Gradient, refuse_sparse_layers
 from nnx_core.hidden_state import HiddenStates, StateParts
@@ -43,7 +44,6 @@ from nnx_core.modules import (
     move_to,
     with_strides,
 )
-from nnx_core.used import CollectiveOrder
 from nnx_core.whole import local_mode
 from nnx_core.whole_matrix import OwnerRanks
 from nnx_fsdp._torch_compat import (

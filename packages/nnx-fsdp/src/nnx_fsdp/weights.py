@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
+from nnx_core.collective_order import CollectiveOrder
 from nnx_core.errors import UnsupportedError
-from nnx_core.used import CollectiveOrder
 from nnx_core.watch import checksum
 from nnx_core.whole import (
     Wholes,

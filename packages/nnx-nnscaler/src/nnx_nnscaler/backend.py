@@ -24,10 +24,10 @@ from nnx_checkpoint.state import ModelState, OptimizerState, describe_model, ent
 from nnx_core import random_state
 from nnx_core._torch_compat import NO_BACKWARD, current_backward, foreach_copy_
 from nnx_core.backend import Backend, ParallelContext, Sample
+from nnx_core.collective_order import CollectiveOrder
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.gradients import Gradient
 from nnx_core.hidden_state import HiddenStates
-from nnx_core.used import CollectiveOrder
 from nnx_core.whole import local_mode
 from nnx_core.whole_matrix import OwnerRanks
 from nnx_nnscaler.axes import Axes, make_axes

@@ -21,6 +21,7 @@ from torch.distributed import all_reduce
 from torch.distributed.tensor import DTensor
 
 from nnx_core.backend import Backend, ParallelContext
+from nnx_core.collective_order import before_reduction, end_run
 from nnx_core.direct_calls import stop_warning, warn_of_direct_calls
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.beginning import batch_facts, first_lines
@@ -28,7 +29,6 @@ from nnx_core.lightning.checkpoint import CheckpointIO
 from nnx_core.lightning.compat import make_launcher, reset_seed, seed_data_workers
 from nnx_core.options import CommonOptions
 from nnx_core.shares import SharedBatches, Shares, make_shares
-from nnx_core.used import before_reduction, end_run
 from nnx_core.watch import Watch
 
 __all__ = [

@@ -27,6 +27,7 @@ from nnx_checkpoint.state import OptimizerState, parameter_names, repoint_optimi
 from nnx_checkpoint.writer import poll
 from nnx_core._torch_compat import complete_optimizer
 from nnx_core.backend import Backend
+from nnx_core.collective_order import CollectiveOrder, end_run, report_failure
 from nnx_core.direct_calls import stop_warning
 from nnx_core.errors import CheckpointError, NnxError, UnsupportedError, is_lost_connection
 from nnx_core.lightning.averaging import Averages
@@ -67,7 +68,7 @@ from nnx_core.modules import (
     refuse_exchanged,
     refuse_layers,
 )
-from nnx_core.used import LAST_BATCH, CollectiveOrder, end_run, report_failure
+from nnx_core.rank_failures import LAST_BATCH
 from nnx_core.whole import as_stored
 
 __all__ = ["TrainerAdapter"]

@@ -23,8 +23,8 @@ from nnx_checkpoint.box import Box
 from nnx_checkpoint.shard import Shard
 from nnx_core import whole as guards
 from nnx_core._torch_compat import NO_BACKWARD, current_backward
+from nnx_core.collective_order import CollectiveOrder
 from nnx_core.errors import UnsupportedError
-from nnx_core.used import CollectiveOrder
 from nnx_core.watch import refuse_unequal_gradient
 from nnx_core.whole import Guard, Seen, Source, guarded_mode, local_mode
 from nnx_nnscaler.plan.program_plan import Placement, R

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.distributed import all_reduce
 
 from nnx_checkpoint.clean_up import clean_up_after_error
-from nnx_checkpoint.collective import wait_for_collective
 from nnx_core._torch_compat import foreach_copy_, foreach_mul_, users_of_storage, when_backward_ends
+from nnx_core.announced_waits import wait_for_collective
 from nnx_core.errors import UnsupportedError
-from nnx_core.used import asked_anywhere
+from nnx_core.parameter_usage import asked_anywhere
 from nnx_core.whole import local_mode
 from nnx_nnscaler._torch_compat import unflatten_dense_tensors
 from nnx_nnscaler.axes import Axes
@@ -257,7 +257,7 @@ class GradientBucket(Bucket):
 
     def wait(self) -> None:
         if self._work is not None:
-            wait_for_collective(self._work)
+            wait_for_collective(self._work, "a reduction of gradients")
 
     def hand_out(self, index: int, kind: int) -> None:
         parameter, slot = self._parameters[index], self._slots[index]

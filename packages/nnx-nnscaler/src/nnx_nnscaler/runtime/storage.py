@@ -20,9 +20,9 @@ from nnx_checkpoint.clean_up import clean_up
 from nnx_checkpoint.collective import broadcast_tensor, is_distributed
 from nnx_checkpoint.shard import Shard, shard_of
 from nnx_core.calibration import Communicator, GroupCommunicator
+from nnx_core.collective_order import CollectiveOrder
 from nnx_core.errors import UnsupportedError
 from nnx_core.modules import materialize, refuse_without_reset
-from nnx_core.used import CollectiveOrder
 from nnx_core.watch import Writes
 from nnx_core.whole import can_be_guarded, guard, guarded_mode, local_mode, show_plain, show_whole, unguard
 from nnx_nnscaler.axes import Axes
