@@ -10,13 +10,13 @@ import torch
 
 from nnx_core import calibration
 from nnx_core.calibration import (
-    GroupCommunicator,
     calibrated,
     link_sizes,
     measure_copies,
     measure_link,
     updated_elements,
 )
+from nnx_core.communicator import GroupCommunicator
 from nnx_core.errors import OptionError
 from nnx_core.hardware import COLLECTIVES, PROFILES, Hardware, Link, MeasuredLink, profile
 

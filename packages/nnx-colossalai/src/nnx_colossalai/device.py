@@ -25,7 +25,8 @@ from typing_extensions import override
 
 from nnx_checkpoint.collective import all_gather_object, control_group
 from nnx_colossalai.plan.spec import RankResources, Rates, format_bytes
-from nnx_core.calibration import GroupCommunicator, calibrated
+from nnx_core.calibration import calibrated
+from nnx_core.communicator import GroupCommunicator
 from nnx_core.errors import NnxError
 from nnx_core.hardware import Hardware, sent_share
 

@@ -20,7 +20,8 @@ from torch import nn
 from nnx_checkpoint.collective import control_group, together
 from nnx_core._torch_compat import FakeTensor, tree_map
 from nnx_core.backend import ParallelContext, Sample, first_call
-from nnx_core.calibration import GroupCommunicator, calibrated
+from nnx_core.calibration import calibrated
+from nnx_core.communicator import GroupCommunicator
 from nnx_core.errors import PlanError
 from nnx_nnscaler.axes import Axes, with_pipe
 from nnx_nnscaler.codegen.self_check import checked_if_small, checked_up_to

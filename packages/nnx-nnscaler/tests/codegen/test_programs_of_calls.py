@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nnx_core.calibration import GroupCommunicator
+from nnx_core.communicator import GroupCommunicator
 from nnx_nnscaler.compiler import Compiler, ModelCall, ProgramForm
 from nnx_nnscaler.plan.planning import plan_program, replicated_plan
 from nnx_nnscaler.plan.program_plan import R

@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from nnx_core._torch_compat import TorchDispatchMode, tree_leaves, tree_map
-from nnx_core.calibration import Communicator
+from nnx_core.communicator import Communicator
 from nnx_core.errors import PlanError, UnsupportedError
 from nnx_nnscaler.codegen.emit import Program, emit, load_program
 from nnx_nnscaler.ir import Graph, Op, Ref, TensorMeta

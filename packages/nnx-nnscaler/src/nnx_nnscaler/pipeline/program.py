@@ -26,7 +26,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from nnx_core._torch_compat import tree_leaves, tree_map
-from nnx_core.calibration import Communicator, GroupCommunicator
+from nnx_core.communicator import Communicator, GroupCommunicator
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.codegen.emit import Program, emit, inputs_of, load_program

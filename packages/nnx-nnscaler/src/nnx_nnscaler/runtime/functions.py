@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from nnx_core.calibration import Communicator
+from nnx_core.communicator import Communicator
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler._torch_compat import safe_softmax
 from nnx_nnscaler.plan.program_plan import Placement
@@ -551,7 +551,7 @@ class Runtime(Functions, Losses, Normalization):
         loss_scale: Returns the factor of a loss in its backward; None where nobody knows it.
 
     Example:
-        >>> from nnx_core.calibration import GroupCommunicator
+        >>> from nnx_core.communicator import GroupCommunicator
         >>> Runtime(GroupCommunicator(None)).once(torch.ones(2))
         tensor([1., 1.])
     """

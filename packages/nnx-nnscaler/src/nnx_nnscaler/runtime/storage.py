@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from nnx_checkpoint.clean_up import clean_up
 from nnx_checkpoint.collective import broadcast_tensor, is_distributed
 from nnx_checkpoint.shard import Shard, shard_of
-from nnx_core.calibration import Communicator, GroupCommunicator
 from nnx_core.collective_order import CollectiveOrder
+from nnx_core.communicator import Communicator, GroupCommunicator
 from nnx_core.errors import UnsupportedError
 from nnx_core.modules import materialize, refuse_without_reset
 from nnx_core.watch import Writes
