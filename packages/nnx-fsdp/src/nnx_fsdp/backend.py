@@ -59,7 +59,7 @@ from nnx_fsdp._torch_compat import (
 )
 from nnx_fsdp.agreement import REMEDY, ReplicatedParameters, StepAgreement, unshardable
 from nnx_fsdp.options import FSDPOptions
-from nnx_fsdp.parts import ParameterPart, ShardedPart
+from nnx_fsdp.parts import ParameterPart, ShardedPart, gather
 from nnx_fsdp.units import UnitChoice, choose_units
 from nnx_fsdp.weights import Weights
 
@@ -114,11 +114,9 @@ class StateAfterwards:
 
     Args:
         optimizer: It may hold parameters that are still sharded; then nothing happens.
-        gather: Makes a complete tensor of a sharded one.
     """
 
-    def __init__(self, optimizer: Optimizer, gather: Callable[[Any], Tensor]) -> None:
-        self._gather = gather
+    def __init__(self, optimizer: Optimizer) -> None:
         self._is_done = False  # torch does not let a hook remove itself
         optimizer.register_step_pre_hook(self._before_step)
 
@@ -132,7 +130,7 @@ class StateAfterwards:
                 state = optimizer.state.get(parameter, {})
                 for name, value in state.items():
                     if isinstance(value, DTensor):
-                        state[name] = self._gather(value).to(parameter.device)
+                        state[name] = gather(value).to(parameter.device)
         self._is_done = True
 
 
@@ -500,7 +498,7 @@ class FSDPBackend(Backend[FSDPOptions]):
             layout.weights.release()
         replaced = layout.plain
         full = {
-            sharded: self.at_end(partial(_gather, sharded), shape=sharded.shape, dtype=sharded.dtype)
+            sharded: self.at_end(partial(gather, sharded), shape=sharded.shape, dtype=sharded.dtype)
             for sharded in replaced
         }
         for submodule in module.modules():
@@ -514,7 +512,7 @@ class FSDPBackend(Backend[FSDPOptions]):
         for changed in layout.compiled | layout.checkpointed:
             changed.__dict__.pop("forward", None)
         for optimizer in layout.optimizers:
-            StateAfterwards(optimizer, _gather)
+            StateAfterwards(optimizer)
         if layout.replicated is not None:
             layout.replicated.remove()
         if layout.parts is not None:
@@ -726,15 +724,6 @@ def _parts_with_forward(module: nn.Module) -> Iterator[nn.Module]:
             yield from _parts_with_forward(child)
         else:
             yield child
-
-
-def _gather(parameter: torch.Tensor) -> torch.Tensor:
-    """The complete parameter in host memory. Collective."""
-    shard: Any = parameter.detach()
-    if shard.device.type != shard.device_mesh.device_type:  # offloaded: gathered through the device
-        shard = shard.to(shard.device_mesh.device_type)
-    full: torch.Tensor = shard.full_tensor()
-    return full.cpu()
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
