@@ -284,9 +284,6 @@ def _path(bench: Bench, saved_by: int) -> str:
     return str(bench.directory / f"saved-by-{saved_by}.ckpt")
 
 
-# --- jobs -----------------------------------------------------------------------------------------
-
-
 # --- random numbers and data ----------------------------------------------------------------------
 # Random numbers and data: a resumed run draws and reads what the whole one would have.
 

@@ -30,10 +30,6 @@ from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task
 from nnx_conformance.training import OF_LAUNCHERS, Loop, fit, make_trainer, train, trainer_settings
 
-# --- repetition -----------------------------------------------------------------------------------
-# Repetition: several runs in one process, by name and by object, and beside another strategy.
-
-
 # --- copies ---------------------------------------------------------------------------------------
 # The two copies of Lightning: `lightning.*`, and `pytorch_lightning` with `lightning_fabric`.
 #
@@ -163,10 +159,6 @@ class _Stopper(Callback):
 def stop_early(subject: Subject) -> Outcome:
     """Train until one rank wants to stop."""
     return fit(subject, Task(steps=5), callbacks=[_Stopper()])
-
-
-# --- residue --------------------------------------------------------------------------------------
-# Residue: when training has ended, the process is as it was before.
 
 
 # --- jobs -----------------------------------------------------------------------------------------

@@ -306,10 +306,6 @@ def _summary(subject: Subject) -> dict[str, Any]:
     return module.facts
 
 
-# --- freezing and unfreezing ----------------------------------------------------------------------
-# Freezing and unfreezing while training, by name and by Lightning's own callbacks.
-
-
 # --- averages -------------------------------------------------------------------------------------
 # Lightning's callbacks that keep an averaged copy of the model.
 

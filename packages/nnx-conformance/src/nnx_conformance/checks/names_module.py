@@ -19,10 +19,6 @@ from nnx_conformance.subject import REFERENCE, Subject
 from nnx_conformance.task import WIDTH, Outcome, Plain, Task, dataset
 from nnx_conformance.training import fit, make_trainer
 
-# --- while it trains ------------------------------------------------------------------------------
-# The user's module while it trains: names, classes and objects stay what they were.
-
-
 # --- the module -----------------------------------------------------------------------------------
 
 

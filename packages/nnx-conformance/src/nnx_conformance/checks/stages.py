@@ -133,10 +133,6 @@ class EmptyValidation(Watched):
         return DataLoader(TensorDataset(nothing, nothing), batch_size=4)
 
 
-# --- jobs -----------------------------------------------------------------------------------------
-# What the ranks do for the checks of `stages`: one module through several Trainers.
-
-
 # --- in any order -------------------------------------------------------------------------------------
 
 

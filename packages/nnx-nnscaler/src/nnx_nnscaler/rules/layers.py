@@ -255,11 +255,8 @@ class _Embedding(Rule):
 _EMBEDDINGS: dict[str, Rule] = {"aten.embedding": _Embedding()}
 
 
-# --- convolutions, pools, interpolation, padding --------------------------------------------------
-# Halo exchange (splitting an image along its height) is not done.
-
-
 # --- convolutions ---------------------------------------------------------------------------------
+# Halo exchange (splitting an image along its height) is not done.
 
 
 _MADE, _USED = "output channels", "input channels"

@@ -283,10 +283,6 @@ def _named(text: str) -> Any:
     return getattr(torch, name, None) if prefix == "torch" else None
 
 
-# --- strategies to try ----------------------------------------------------------------------------
-# What may be tried, on which sizes, and how much of it.
-
-
 # --- what was found before, on disk ---------------------------------------------------------------
 # What was found by trying, kept between processes: one small JSON file for each operator and call.
 #

@@ -1,4 +1,7 @@
-"""What an emitted program knows as ``rt``: conversions, and operators that differ on a rank's part."""
+"""What an emitted program knows as ``rt``: conversions, and operators that differ on a rank's part.
+
+The arithmetic is torch's own. An operator adds the share of a mask, of a count or of a table that its rank needs.
+"""
 
 from __future__ import annotations
 
@@ -169,13 +172,6 @@ def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
     """The same tensor with a dim cut in two: groups, and what is in each."""
     shape = tensor.shape
     return tensor.view(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
-
-
-# --- operators on parts ---------------------------------------------------------------------------
-# Operators as emitted programs call them where the plain operator would be wrong on a rank's part.
-#
-# Each takes this rank's parts and makes this rank's part of the result. The arithmetic is torch's own; what
-# is added is which part of a mask, of a count or of a table a rank has to look at.
 
 
 # --- normalization --------------------------------------------------------------------------------
