@@ -1,6 +1,6 @@
 """What an emitted program knows as ``rt``: conversions, and operators that differ on a rank's part.
 
-The arithmetic is torch's own. An operator adds the share of a mask, of a count or of a table that its rank needs.
+The arithmetic is torch's own. An operator adds the share of a mask, count or table that its rank needs.
 """
 
 from __future__ import annotations
