@@ -239,7 +239,8 @@ def predicted_alone(module: nn.Module, batch: Any, written: Written) -> Any:
 
 def measure_machine(*, fresh: bool) -> Any:
     """The figures that predictions rest on: those that the backend takes."""
-    from nnx_core.calibration import GroupCommunicator, calibrated
+    from nnx_core.communicator import GroupCommunicator
+    from nnx_core.machine.calibration import calibrated
 
     unit, device = GroupCommunicator(dist.group.WORLD), torch.device("cpu")
     return calibrated(unit, device, group=dist.group.WORLD, fresh=fresh)

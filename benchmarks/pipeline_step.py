@@ -227,7 +227,7 @@ class Stages:
     """
 
     def __init__(self, prepared: Any, cuts: Sequence[int], model: GPT, arguments: argparse.Namespace) -> None:
-        from nnx_core.calibration import GroupCommunicator
+        from nnx_core.communicator import GroupCommunicator
         from nnx_nnscaler.codegen.emit import emit, load_program
         from nnx_nnscaler.pipeline.call import StageRuntime
         from nnx_nnscaler.pipeline.stages import make_stages
@@ -283,7 +283,8 @@ class Planned:
     """A traced model and what its cuts are predicted to cost."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        from nnx_core.calibration import GroupCommunicator, calibrated
+        from nnx_core.communicator import GroupCommunicator
+        from nnx_core.machine.calibration import calibrated
         from nnx_nnscaler.pipeline.outline import prepare
         from nnx_nnscaler.plan.cost import CostModel
         from nnx_nnscaler.trace import trace_forward

@@ -7,7 +7,7 @@ import pytest
 from jobs.host_read_jobs import count
 from nnx_conformance.pool import WorkerPool
 
-USED = "nnx_core/used.answer: tolist"
+USED = "nnx_core/parameter_usage.answer: tolist"
 """Which parameters some rank used. It comes over host memory, and waits for other hosts, not for a card."""
 
 OVERFLOW = "nnx_core/gradients.step: item"

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 import nnx
 from faults import EVERYTHING, fault, habits_written
 from nnx_core import Backend, ParallelContext
+from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.agree.direct_calls import stop_warning
 from nnx_core.random_state import host_state_kept
-from nnx_core.used import CollectiveOrder
 from nnx_tiny.averaging import average_gradients
 from nnx_tiny.backend import TinyBackend
 

@@ -263,8 +263,8 @@ MEASURE = """
 import json
 import torch
 import torch.distributed as dist
-from nnx_core.calibration import calibrated
-from nnx_core.calibration import GroupCommunicator
+from nnx_core.machine.calibration import calibrated
+from nnx_core.communicator import GroupCommunicator
 
 dist.init_process_group("gloo")
 rank, found = dist.get_rank(), []

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from nnx_core import calibration
-from nnx_core.calibration import (
-    GroupCommunicator,
+from nnx_core.communicator import GroupCommunicator
+from nnx_core.errors import OptionError
+from nnx_core.machine import calibration
+from nnx_core.machine.calibration import (
     calibrated,
     link_sizes,
     measure_copies,
     measure_link,
     updated_elements,
 )
-from nnx_core.errors import OptionError
 from nnx_core.machine.hardware import COLLECTIVES, PROFILES, Hardware, Link, MeasuredLink, profile
 
 ALONE = GroupCommunicator(None)

@@ -45,7 +45,6 @@ __all__ = [
     "rank_and_size",
     "share",
     "together",
-    "wait_for_collective",
 ]
 
 T = TypeVar("T")
@@ -215,11 +214,6 @@ def ask_store(operation: Callable[[Store], T], *, timeout: float) -> T:
 
 def _raise(error: BaseException) -> NoReturn:
     raise error
-
-
-def wait_for_collective(work: dist.Work) -> None:
-    """Wait for what was launched with ``async_op``, where `nnx_core.used.CollectiveOrder` sees it."""
-    work.wait()
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 What a rank may use and how fast it is: budgets from options or the machine, rates from its figures.
 
-The figures are measured once for the machine by `nnx_core.calibration`. All ranks of a world use rank 0's
-and the smallest of their budgets, so that they make the same plan.
+The figures are measured once for the machine by `nnx_core.machine.calibration`. All ranks of a world use rank
+0's and the smallest of their budgets, so that they make the same plan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from nnx_base.ranks import all_gather_object, control_group
 from nnx_colossalai.device import Device, HostDevice, host_memory
 from nnx_colossalai.plan.spec import RankResources, Rates
-from nnx_core.calibration import GroupCommunicator, calibrated
+from nnx_core.machine.calibration import GroupCommunicator, calibrated
 from nnx_core.machine.hardware import Hardware, sent_share
 
 _HOST_SHARE = 0.9

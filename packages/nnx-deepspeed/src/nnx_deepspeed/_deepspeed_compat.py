@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from nnx_base._torch_compat import default_group
 from nnx_base.ranks import control_group, is_distributed
 from nnx_core._torch_compat import end_of_backward, foreach_copy_, will_execute
+from nnx_core.agree.announced_waits import announced
 from nnx_core.agree.watch import Writes
 from nnx_core.errors import UnsupportedError
 
@@ -612,7 +613,7 @@ def before_each_gather(
         missing = [p for p in parameters if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]  # type: ignore[attr-defined]
         return " and ".join(sorted(names[parameter] for parameter in missing))
 
-    def announced(gather: Any, own: Sequence[nn.Parameter]) -> Any:
+    def announcing(gather: Any, own: Sequence[nn.Parameter]) -> Any:
         def announce_and_gather(*args: Any, **kwargs: Any) -> Any:
             listed = args[0] if args else kwargs.get("param_list", kwargs.get("params"))
             if listed is None and not any("_nnx_touched" in vars(parameter) for parameter in own):
@@ -624,7 +625,11 @@ def before_each_gather(
             missing = [parameter for parameter in listed if is_cut(parameter)]
             for parameter in listed:
                 show_class(parameter)
-            result = gather(*args, **kwargs)
+            doing = f"waits for the gather of {name or 'a layer'}"
+            with announced(doing):
+                result = gather(*args, **kwargs)
+            if hasattr(result, "wait"):  # launched only: DeepSpeed waits for it where the layer is called
+                result.wait = announced(doing)(result.wait)
             for parameter in missing:
                 if not getattr(parameter, "ds_persist", False):  # those are for `take_persistent`
                     seen = _Gathered(parameter._version, forwards(), forwards, writes)
@@ -646,7 +651,7 @@ def before_each_gather(
         if hasattr(parameter, "ds_id"):
             parameter.partition = kept(parameter.partition, parameter)  # type: ignore[attr-defined]
             for gather in ("all_gather", "all_gather_coalesced"):
-                setattr(parameter, gather, announced(getattr(parameter, gather), (parameter,)))
+                setattr(parameter, gather, announcing(getattr(parameter, gather), (parameter,)))
 
 
 def leave_loss_alone(zero: Any) -> None:

@@ -30,9 +30,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nnx_base.ranks import is_distributed
+from nnx_core.agree.collective_order import CollectiveOrder
+from nnx_core.agree.parameter_usage import asked_anywhere, used_anywhere
 from nnx_core.agree.watch import Writes
 from nnx_core.errors import UnsupportedError
-from nnx_core.used import CollectiveOrder, asked_anywhere, name_wait, used_anywhere
 from nnx_deepspeed._deepspeed_compat import (
     before_each_gather,
     drop_stale_gradients,
@@ -57,7 +58,6 @@ _INSIDE = "Recompute activations with `use_reentrant=False`, or use strategy 'fs
 _BITS = 32
 _CHECKED_AT_ONCE = 16
 """Backwards whose order of gradients is compared before the step, by an exchange of its own."""
-name_wait("deepspeed/runtime/zero/partition_parameters.py", "wait", "waits for the gather of a layer")
 
 
 class Agreement:

@@ -28,13 +28,14 @@ from fairscale.nn.data_parallel import FullyShardedDataParallel
 from fairscale.nn.data_parallel.fully_sharded_data_parallel import TrainingState, get_fsdp_instances
 from torch import Tensor, nn
 
+from nnx_base._torch_compat import local_mode
 from nnx_base.box import cut_range
 from nnx_base.shard import Shard, shard_of_range
 from nnx_core._torch_compat import current_backward
+from nnx_core.agree.collective_order import CollectiveOrder
+from nnx_core.agree.parameter_usage import used_anywhere
 from nnx_core.agree.watch import Writes, checksum
 from nnx_core.errors import UnsupportedError
-from nnx_core.used import CollectiveOrder, used_anywhere
-from nnx_core.view.whole import local_mode
 
 _MARK = "_is_sharded"
 _OURS = frozenset({_MARK, "_part"})

@@ -19,19 +19,19 @@ from torch.distributed.fsdp.wrap import enable_wrap
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from nnx_base._torch_compat import local_mode
 from nnx_base.ranks import engine_group
 from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.reading.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core._torch_compat import tree_map
+from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.agree.watch import Writes
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.optimizers.elementwise import try_optimizer
 from nnx_core.optimizers.gradients import Gradient
-from nnx_core.used import CollectiveOrder
 from nnx_core.view.hidden_state import HiddenStates
 from nnx_core.view.modules import Layers, broadcast_module, lay_in_order, materialize, move_to, with_strides
-from nnx_core.view.whole import local_mode
 from nnx_fairscale._fairscale_fsdp import HostShim, NullStream, Piece, Unit, is_taken, leave_out
 from nnx_fairscale.options import FairscaleFSDPOptions
 from nnx_fairscale.reducer import GradientReducer

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nnx_base.ranks import is_distributed
 from nnx_core._torch_compat import when_backward_ends
-from nnx_core.used import used_anywhere
+from nnx_core.agree.parameter_usage import used_anywhere
 
 
 class GradientReducer:

@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from nnx_base.ranks import is_distributed
+from nnx_core.agree.parameter_usage import used_anywhere
 from nnx_core.errors import UnsupportedError
 from nnx_core.optimizers.gradients import Gradient
 from nnx_core.optimizers.own_optimizers import no_optimizer, refuse_no_optimizer
-from nnx_core.used import used_anywhere
 from nnx_fairscale.options import ShardedOptions
 from nnx_fairscale.oss import OwnedParameters
 

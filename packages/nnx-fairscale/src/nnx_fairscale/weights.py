@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from nnx_base.box import cut_range
 from nnx_core._torch_compat import storage_users
+from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.agree.watch import Writes
 from nnx_core.errors import UnsupportedError
-from nnx_core.used import CollectiveOrder
 from nnx_core.view.whole import (
     HeldByTensor,
     Part,

@@ -26,7 +26,8 @@ from torch.utils.hooks import RemovableHandle
 
 from nnx_base.ranks import is_distributed
 from nnx_core._torch_compat import when_backward_ends
-from nnx_core.used import CollectiveOrder, asked_anywhere
+from nnx_core.agree.collective_order import CollectiveOrder
+from nnx_core.agree.parameter_usage import asked_anywhere
 from nnx_fsdp._torch_compat import (
     SHARDS_INTEGERS,
     HeldParameter,

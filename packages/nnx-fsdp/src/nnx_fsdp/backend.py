@@ -29,11 +29,11 @@ from torch.utils.hooks import RemovableHandle
 from nnx_base.clean_up import clean_up_after_error
 from nnx_checkpoint.reading.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core._torch_compat import begin_anew, forget_dtensors, states_of
+from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.optimizers.gradients import Gradient, refuse_sparse_layers
 from nnx_core.optimizers.whole_matrix import OwnerRanks
-from nnx_core.used import CollectiveOrder
 from nnx_core.view.hidden_state import HiddenStates, StateParts
 from nnx_core.view.modules import (
     Layers,
@@ -58,6 +58,7 @@ from nnx_fsdp._torch_compat import (
 from nnx_fsdp.agreement import REMEDY, ReplicatedParameters, StepAgreement, unshardable
 from nnx_fsdp.optimizer_state import PartsOfState, StateAfterwards, shard_state
 from nnx_fsdp.options import FSDPOptions
+from nnx_fsdp.parts import gather
 from nnx_fsdp.units import UnitChoice, choose_units
 from nnx_fsdp.weights import Weights
 
@@ -404,7 +405,7 @@ class FSDPBackend(Backend[FSDPOptions]):
             layout.weights.release()
         replaced = layout.plain
         full = {
-            sharded: self.at_end(partial(_gather, sharded), shape=sharded.shape, dtype=sharded.dtype)
+            sharded: self.at_end(partial(gather, sharded), shape=sharded.shape, dtype=sharded.dtype)
             for sharded in replaced
         }
         for submodule in module.modules():
@@ -418,7 +419,7 @@ class FSDPBackend(Backend[FSDPOptions]):
         for changed in layout.compiled | layout.checkpointed:
             changed.__dict__.pop("forward", None)
         for optimizer in layout.optimizers:
-            StateAfterwards(optimizer, _gather)
+            StateAfterwards(optimizer)
         if layout.replicated is not None:
             layout.replicated.remove()
         if layout.parts is not None:
@@ -626,15 +627,6 @@ def _parts_with_forward(module: nn.Module) -> Iterator[nn.Module]:
             yield from _parts_with_forward(child)
         else:
             yield child
-
-
-def _gather(parameter: torch.Tensor) -> torch.Tensor:
-    """The complete parameter in host memory. Collective."""
-    shard: Any = parameter.detach()
-    if shard.device.type != shard.device_mesh.device_type:  # offloaded: gathered through the device
-        shard = shard.to(shard.device_mesh.device_type)
-    full: torch.Tensor = shard.full_tensor()
-    return full.cpu()
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from nnx_base.shard import shard_of
 from nnx_core.view.whole import local_mode
-from nnx_fsdp.parts import ParameterPart, ShardedPart
+from nnx_fsdp.parts import ParameterPart, ShardedPart, gather
 from nnx_fsdp.weights import Weights
 
 
@@ -59,11 +59,9 @@ class StateAfterwards:
 
     Args:
         optimizer: It may hold parameters that are still sharded; then nothing happens.
-        gather: Makes a complete tensor of a sharded one.
     """
 
-    def __init__(self, optimizer: Optimizer, gather: Callable[[Any], Tensor]) -> None:
-        self._gather = gather
+    def __init__(self, optimizer: Optimizer) -> None:
         self._is_done = False  # torch does not let a hook remove itself
         optimizer.register_step_pre_hook(self._before_step)
 
@@ -77,7 +75,7 @@ class StateAfterwards:
                 state = optimizer.state.get(parameter, {})
                 for name, value in state.items():
                     if isinstance(value, DTensor):
-                        state[name] = self._gather(value).to(parameter.device)
+                        state[name] = gather(value).to(parameter.device)
         self._is_done = True
 
 

@@ -18,7 +18,7 @@ a forward chooses is read off its source, as an example input would show one cho
 Conditions on what modules and configurations hold (``if self.training``, ``if mask is None``) are the
 same on all ranks. What cannot be read counts as called in order, unless it is named after experts: a
 wrong guess costs memory one way, and an error that names the module the other way
-(`nnx_core.used.CollectiveOrder`).
+(`nnx_core.agree.collective_order.CollectiveOrder`).
 """
 
 from __future__ import annotations

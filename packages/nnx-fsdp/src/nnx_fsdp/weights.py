@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
+from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.agree.watch import checksum
 from nnx_core.errors import UnsupportedError
-from nnx_core.used import CollectiveOrder
 from nnx_core.view.whole import (
     Wholes,
     attributes_of,

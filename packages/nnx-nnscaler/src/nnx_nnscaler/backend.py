@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nnx_base._torch_compat import local_mode
 from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.reading.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core import random_state
+from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.optimizers.gradients import Gradient
 from nnx_core.optimizers.whole_matrix import OwnerRanks
-from nnx_core.used import CollectiveOrder
 from nnx_core.view.hidden_state import HiddenStates
-from nnx_core.view.whole import local_mode
 from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.laid_out import LaidOut
 from nnx_nnscaler.masters import Masters

@@ -20,8 +20,9 @@ from torch import nn
 from nnx_base.ranks import control_group, together
 from nnx_core._torch_compat import FakeTensor, tree_map
 from nnx_core.backend import ParallelContext, Sample, first_call
-from nnx_core.calibration import GroupCommunicator, calibrated
+from nnx_core.communicator import GroupCommunicator
 from nnx_core.errors import PlanError
+from nnx_core.machine.calibration import calibrated
 from nnx_nnscaler.axes import Axes, with_pipe
 from nnx_nnscaler.compile.compiler import Compiled, Compiler, FixedLayout, ModelCall, Planner, code_digest
 from nnx_nnscaler.compile.programs import Programs

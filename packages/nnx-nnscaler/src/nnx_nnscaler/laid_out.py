@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from nnx_base.clean_up import clean_up
 from nnx_core._torch_compat import NO_BACKWARD, current_backward
+from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.backend import ParallelContext, Sample
-from nnx_core.used import CollectiveOrder
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.ir.placement import Placement
 from nnx_nnscaler.options import NnScalerOptions

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from nnx_core._torch_compat import TorchDispatchMode, tree_leaves, tree_map
-from nnx_core.calibration import Communicator
+from nnx_core.communicator import Communicator
 from nnx_nnscaler.codegen.emit import Program, emit, load_program
 from nnx_nnscaler.ir.graph import Graph
 from nnx_nnscaler.ir.placement import Placement, R

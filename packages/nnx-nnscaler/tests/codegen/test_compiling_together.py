@@ -9,7 +9,7 @@ from torch import nn
 
 from jobs.nnscaler_codegen_models import GPT, tokens
 from nnx_core.backend import ParallelContext
-from nnx_core.calibration import GroupCommunicator
+from nnx_core.communicator import GroupCommunicator
 from nnx_core.errors import NnxError, PlanError
 from nnx_nnscaler.backend import NnScalerBackend
 from nnx_nnscaler.compile.compiler import Compiler, ModelCall, ProgramForm, compile_together

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from jobs.nnscaler_codegen_models import ConvNet, images
-from nnx_core.calibration import GroupCommunicator
+from nnx_core.communicator import GroupCommunicator
 from nnx_core.errors import PlanError, UnsupportedError
 from nnx_nnscaler.compile import programs as programs_module
 from nnx_nnscaler.compile.compiler import Compiler, ModelCall, ProgramForm, code_digest

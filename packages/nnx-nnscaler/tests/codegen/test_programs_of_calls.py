@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nnx_core.calibration import GroupCommunicator
+from nnx_core.communicator import GroupCommunicator
 from nnx_nnscaler.compile.compiler import Compiler, ModelCall, ProgramForm
 from nnx_nnscaler.compile.programs import Programs
 from nnx_nnscaler.ir.placement import R

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # the field writes it so
 from torch import Tensor
 
-from nnx_core.calibration import Communicator, GroupCommunicator
+from nnx_core.communicator import Communicator, GroupCommunicator
 from nnx_nnscaler.ir.graph import Argument, Code, Dim, Graph, Op, Ref, Size, TensorMeta, hint_of
 from nnx_nnscaler.ir.placement import P, Placement, Strategy
 from nnx_nnscaler.rules.registry import rule_for

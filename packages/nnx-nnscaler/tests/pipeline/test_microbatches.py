@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nnx_core.calibration import GroupCommunicator
+from nnx_core.communicator import GroupCommunicator
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.codegen.emit import emit, inputs_of, load_program
 from nnx_nnscaler.ir.graph import Graph

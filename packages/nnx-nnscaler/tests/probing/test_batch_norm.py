@@ -8,7 +8,7 @@ from torch import Tensor
 
 from jobs.nnscaler_one_op import f, one_op
 from jobs.nnscaler_rule_oracle import check_strategy
-from nnx_core.calibration import Communicator
+from nnx_core.communicator import Communicator
 from nnx_nnscaler.rules.registry import strategies_of
 from nnx_nnscaler.runtime.functions import Runtime
 from nnx_nnscaler.thread_ranks import run_as_ranks

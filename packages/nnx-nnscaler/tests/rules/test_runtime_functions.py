@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nnx_core.calibration import GroupCommunicator
+from nnx_core.communicator import GroupCommunicator
 from nnx_nnscaler.runtime.functions import Runtime
 from nnx_nnscaler.thread_ranks import run_as_ranks
 

@@ -28,7 +28,7 @@ def test_what_one_rank_reads_alone_is_refused_by_name(
     for seen in pool.run(read, strategy, {}, reading, world_size=2, end_after=3):
         assert "rank 0 came to the gather of" in seen.error
         assert "head.weight" in seen.error
-        assert re.search("rank 1 (waits in|came to) ", seen.error)  # and not: it did not come within 30 s
+        assert re.search("rank 1 (waits|came to|is about to) ", seen.error)  # and not: it did not come
         assert "did not come to it within" not in seen.error
         assert "on every rank, also where only one prints them" in seen.error
 
@@ -58,5 +58,5 @@ def test_a_rank_that_reads_what_its_unit_does_not_ends_the_run_of_all_units(pool
     reading = Reading([2], "weight", "before the forward")
     for seen in pool.run(read, "nnscaler_tp", TWO_UNITS, reading, world_size=4, end_after=3):
         assert "rank 2 came to the gather of head.weight" in seen.error
-        assert re.search("rank 3 (waits in|came to) ", seen.error)
+        assert re.search("rank 3 (waits|came to) ", seen.error)
         assert "did not come to it within" not in seen.error

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from nnx_base.ranks import engine_group
-from nnx_core import used
+from nnx_core.agree import parameter_usage
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.axes import make_axes
 from nnx_nnscaler.runtime.storage import Parameters
@@ -399,7 +399,9 @@ def test_unused_parameters_cost_one_read_for_each_bucket(run, dtype):
 def agree_while_backward_runs():
     embedding = nn.Embedding(10, 4, sparse=True)
     parameters = Parameters(embedding, axes_of_world())
-    with mock.patch.object(used, "all_reduce", autospec=True, side_effect=dist.all_reduce) as calls:
+    with mock.patch.object(
+        parameter_usage, "all_reduce", autospec=True, side_effect=dist.all_reduce
+    ) as calls:
         embedding(torch.tensor([1, 2])).sum().backward()
     flags = [call.kwargs for call in calls.call_args_list if call.args[0].dtype == torch.uint8]
     assert [(of["group"], of.get("async_op")) for of in flags] == [(engine_group(), True)]

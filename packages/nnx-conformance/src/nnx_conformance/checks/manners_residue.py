@@ -31,9 +31,6 @@ from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task
 from nnx_conformance.training import OF_LAUNCHERS, Loop, fit, make_trainer, train, trainer_settings
 
-# Repetition: several runs in one process, by name and by object, and beside another strategy.
-
-
 # The two copies of Lightning: `lightning.*`, and `pytorch_lightning` with `lightning_fabric`.
 #
 # They are separate module trees, so a strategy has to be made for the one that asks.
@@ -159,9 +156,6 @@ class _Stopper(Callback):
 def stop_early(subject: Subject) -> Outcome:
     """Train until one rank wants to stop."""
     return fit(subject, Task(steps=5), callbacks=[_Stopper()])
-
-
-# Residue: when training has ended, the process is as it was before.
 
 
 # What the ranks do to see what training leaves behind in the process.

@@ -306,9 +306,6 @@ def _summary(subject: Subject) -> dict[str, Any]:
     return module.facts
 
 
-# Freezing and unfreezing while training, by name and by Lightning's own callbacks.
-
-
 # Lightning's callbacks that keep an averaged copy of the model.
 
 

@@ -20,9 +20,6 @@ from nnx_conformance.subject import REFERENCE, Subject
 from nnx_conformance.task import WIDTH, Outcome, Plain, Task, dataset
 from nnx_conformance.training import fit, make_trainer
 
-# The user's module while it trains: names, classes and objects stay what they were.
-
-
 _STEPS = 4
 
 

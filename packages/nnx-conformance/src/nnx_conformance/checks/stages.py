@@ -130,9 +130,6 @@ class EmptyValidation(Watched):
         return DataLoader(TensorDataset(nothing, nothing), batch_size=4)
 
 
-# What the ranks do for the checks of `stages`: one module through several Trainers.
-
-
 def _outcome(trainer: Trainer, module: Watched) -> Outcome:
     outcome = outcome_of(trainer, module)
     outcome.notes.update({stage: losses for stage, losses in module.evaluated.items() if losses})

@@ -22,8 +22,8 @@ from torch import nn
 
 from nnx_checkpoint.reading.naming import Described, LazyStateDict, StoredName, View, stored_objects
 from nnx_checkpoint.unpickling.torch_file import map_tree
+from nnx_core.agree.stall_watch import name_function
 from nnx_core.errors import CheckpointError
-from nnx_core.used import name_function
 
 # Upstream: functions of ``loops.training_epoch_loop`` and ``trainer.connectors.signal_connector`` that call
 # torch.distributed by themselves, so that a rank may wait in them.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import all_reduce
 from torch.distributed.tensor import DTensor
 
+from nnx_core.agree.collective_order import before_reduction, end_run
 from nnx_core.agree.direct_calls import stop_warning, warn_of_direct_calls
 from nnx_core.agree.shares import SharedBatches, Shares, make_shares
 from nnx_core.agree.watch import Watch
@@ -29,7 +30,6 @@ from nnx_core.lightning.beginning import batch_facts, first_lines
 from nnx_core.lightning.checkpoint import CheckpointIO
 from nnx_core.lightning.compat import make_launcher, reset_seed, seed_data_workers
 from nnx_core.options import CommonOptions
-from nnx_core.used import before_reduction, end_run
 
 __all__ = [
     "ParallelProcesses",

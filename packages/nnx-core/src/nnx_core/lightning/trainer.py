@@ -26,7 +26,9 @@ from nnx_checkpoint.format.inflight import settle_quietly, take_error
 from nnx_checkpoint.reading.state import OptimizerState, parameter_names, repoint_optimizer
 from nnx_checkpoint.writing.background import poll
 from nnx_core._torch_compat import complete_optimizer
+from nnx_core.agree.collective_order import CollectiveOrder, end_run, report_failure
 from nnx_core.agree.direct_calls import stop_warning
+from nnx_core.agree.rank_failures import LAST_BATCH
 from nnx_core.backend import Backend
 from nnx_core.errors import CheckpointError, NnxError, UnsupportedError, is_lost_connection
 from nnx_core.lightning.averaging import Averages
@@ -59,7 +61,6 @@ from nnx_core.lightning.strategy_checkpoint import (
     save_lightning_checkpoint,
     take_rank_entries,
 )
-from nnx_core.used import LAST_BATCH, CollectiveOrder, end_run, report_failure
 from nnx_core.view.modules import (
     allocate_again,
     is_left,

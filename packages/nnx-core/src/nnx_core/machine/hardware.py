@@ -1,9 +1,10 @@
 """What is known of machines: rates of computation, copies and updates, and links between the ranks.
 
-This file owns the figures, how they become seconds, and those that makers publish; `nnx_core.calibration`
-measures them. Engines and planners read the same figures, so each has one meaning, which `Hardware` states.
-The *whole* bytes of a collective are those of the tensor that all ranks hold together: of what `all_reduce`
-sums, what `all_gather` makes, what `reduce_scatter` takes, and what `all_to_all` moves of all ranks.
+This file owns the figures, how they become seconds, and those that makers publish;
+`nnx_core.machine.calibration` measures them. Engines and planners read the same figures, so each has one
+meaning, which `Hardware` states. The *whole* bytes of a collective are those of the tensor that all ranks
+hold together: of what `all_reduce` sums, what `all_gather` makes, what `reduce_scatter` takes, and what
+`all_to_all` moves of all ranks.
 """
 
 from __future__ import annotations
@@ -230,9 +231,9 @@ _OTHERS = ("name", "origin", "ranks_per_node", "overlap", "memory")
 
 # Figures of machines that are not here, as their makers publish them. Nothing in this file was measured.
 #
-# They serve to plan for a mesh without having it; on the machine itself `nnx_core.calibration` measures.
-# Matrix products are counted at 60 % of the dense peak, memory at 85 %, links and the bus at 80 % of one
-# direction.
+# They serve to plan for a mesh without having it; on the machine itself `nnx_core.machine.calibration`
+# measures. Matrix products are counted at 60 % of the dense peak, memory at 85 %, links and the bus at 80 %
+# of one direction.
 
 
 _GIB = 1024**3

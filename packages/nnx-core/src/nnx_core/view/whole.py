@@ -33,8 +33,8 @@ from nnx_core._torch_compat import (
     in_guarded_mode,
     users_of_storage,
 )
+from nnx_core.agree.parameter_usage import used_anywhere
 from nnx_core.errors import UnsupportedError
-from nnx_core.used import used_anywhere
 from nnx_core.view.torch_functions import STORAGES, Sees, is_random, what_it_sees
 
 __all__ = [

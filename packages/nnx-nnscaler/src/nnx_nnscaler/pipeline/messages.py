@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nnx_base.ranks import wait_for_collective
 from nnx_core._torch_compat import when_backward_ends
+from nnx_core.agree.announced_waits import wait_for_collective
 from nnx_core.errors import UnsupportedError
 
 RETURNING = 1 << 30
@@ -83,14 +83,14 @@ class Line:
         ]
         for work in works:
             if work is not None:
-                wait_for_collective(work)
+                wait_for_collective(work, "a message of another stage")
         return tensors
 
     def settle(self) -> None:
         """Wait until all that was sent has arrived."""
         sent, self._sent = self._sent, []
         for work, _ in sent:
-            wait_for_collective(work)
+            wait_for_collective(work, "another stage to receive a message")
 
 
 def refuse_second_derivative() -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from nnx_core.calibration import Communicator, GroupCommunicator
+from nnx_core.communicator import Communicator, GroupCommunicator
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.codegen.emit import Program, emit, inputs_of, load_program
 from nnx_nnscaler.compile.compiler import ProgramForm

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed import all_reduce
 from typing_extensions import override
 
-from nnx_base.ranks import wait_for_collective
 from nnx_core._torch_compat import foreach_copy_, foreach_mul_, users_of_storage
+from nnx_core.agree.announced_waits import wait_for_collective
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler._torch_compat import unflatten_dense_tensors
 
@@ -237,7 +237,7 @@ class GradientBucket(Bucket):
     @override
     def wait(self) -> None:
         if self._work is not None:
-            wait_for_collective(self._work)
+            wait_for_collective(self._work, "a reduction of gradients")
 
     @override
     def hand_out(self, index: int, kind: int) -> None:

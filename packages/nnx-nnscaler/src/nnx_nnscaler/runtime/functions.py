@@ -1,4 +1,7 @@
-"""What an emitted program knows as ``rt``: conversions, and operators that differ on a rank's part."""
+"""What an emitted program knows as ``rt``: conversions, and operators that differ on a rank's part.
+
+The arithmetic is torch's own. An operator adds the share of a mask, count or table that its rank needs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from nnx_core.calibration import Communicator
+from nnx_core.communicator import Communicator
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler._torch_compat import safe_softmax
 from nnx_nnscaler.ir.placement import Placement
@@ -164,12 +167,6 @@ def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
     """The same tensor with a dim cut in two: groups, and what is in each."""
     shape = tensor.shape
     return tensor.view(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
-
-
-# Operators as emitted programs call them where the plain operator would be wrong on a rank's part.
-#
-# Each takes this rank's parts and makes this rank's part of the result. The arithmetic is torch's own; what
-# is added is which part of a mask, of a count or of a table a rank has to look at.
 
 
 # Batch norm whose statistics span the unit, and what keeps running statistics equal on its ranks.
@@ -539,7 +536,7 @@ class Runtime(Functions, Losses, Normalization):
         loss_scale: Returns the factor of a loss in its backward; None where nobody knows it.
 
     Example:
-        >>> from nnx_core.calibration import GroupCommunicator
+        >>> from nnx_core.communicator import GroupCommunicator
         >>> Runtime(GroupCommunicator(None)).once(torch.ones(2))
         tensor([1., 1.])
     """

@@ -19,14 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from nnx_base._torch_compat import local_mode
 from nnx_base.box import Box
 from nnx_base.shard import Shard
-from nnx_core._torch_compat import NO_BACKWARD, current_backward
+from nnx_core._torch_compat import NO_BACKWARD, current_backward, guarded_mode
+from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.agree.watch import refuse_unequal_gradient
 from nnx_core.errors import UnsupportedError
-from nnx_core.used import CollectiveOrder
 from nnx_core.view import whole as guards
-from nnx_core.view.whole import Guard, Seen, Source, guarded_mode, local_mode
+from nnx_core.view.whole import Guard, Seen, Source
 from nnx_nnscaler.ir.placement import Placement, R
 from nnx_nnscaler.runtime.functions import Conversions
 

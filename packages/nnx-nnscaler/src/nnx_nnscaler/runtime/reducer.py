@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nnx_base._torch_compat import local_mode
 from nnx_base.clean_up import clean_up_after_error
 from nnx_core._torch_compat import when_backward_ends
-from nnx_core.used import asked_anywhere
-from nnx_core.view.whole import local_mode
+from nnx_core.agree.parameter_usage import asked_anywhere
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.runtime.buckets import (
     DENSE,

@@ -16,23 +16,17 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from nnx_base._torch_compat import local_mode
 from nnx_base.clean_up import clean_up
 from nnx_base.ranks import broadcast_tensor, is_distributed
 from nnx_base.shard import Shard, shard_of
+from nnx_core._torch_compat import guarded_mode
+from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.agree.watch import Writes
-from nnx_core.calibration import Communicator, GroupCommunicator
+from nnx_core.communicator import Communicator, GroupCommunicator
 from nnx_core.errors import UnsupportedError
-from nnx_core.used import CollectiveOrder
 from nnx_core.view.modules import materialize, refuse_without_reset
-from nnx_core.view.whole import (
-    can_be_guarded,
-    guard,
-    guarded_mode,
-    local_mode,
-    show_plain,
-    show_whole,
-    unguard,
-)
+from nnx_core.view.whole import can_be_guarded, guard, show_plain, show_whole, unguard
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.ir.placement import Placement, R
 from nnx_nnscaler.runtime.functions import Conversions

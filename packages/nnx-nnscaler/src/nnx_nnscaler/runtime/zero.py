@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import all_reduce
 
-from nnx_base.ranks import wait_for_collective
-from nnx_core._torch_compat import all_gather_into, reduce_scatter_into
+from nnx_base._torch_compat import local_mode
+from nnx_core._torch_compat import all_gather_into, guarded_mode, reduce_scatter_into
+from nnx_core.agree.announced_waits import wait_for_collective
+from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.errors import UnsupportedError
-from nnx_core.used import CollectiveOrder
-from nnx_core.view.whole import guarded_mode, local_mode
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.runtime.buckets import DENSE, Bucket, assign_buckets
 from nnx_nnscaler.runtime.part import ParameterLayout
@@ -201,7 +201,7 @@ class RowBucket(Bucket):
                 self.release()  # the rows have changed since
             self.prefetch()
             if self._gathering is not None:
-                wait_for_collective(self._gathering)
+                wait_for_collective(self._gathering, self._gather_name)
             if self._gathered is not None:
                 for part in self.parts:
                     part.fill(self._gathered)
@@ -227,7 +227,7 @@ class RowBucket(Bucket):
         """Free all rows but this rank's."""
         gathering, self._gathering = self._gathering, None  # one that failed is not waited for again
         if gathering is not None:
-            wait_for_collective(gathering)
+            wait_for_collective(gathering, self._gather_name)
         self._gathered = None
         for part in self.parts:
             part.forget()
@@ -271,7 +271,7 @@ class RowBucket(Bucket):
     def wait(self) -> None:  # noqa: D102
         if self._work is None or self._received is None:
             return
-        wait_for_collective(self._work)
+        wait_for_collective(self._work, "a reduction of gradients")
         if self._synchronized and self.axes.unit is not None:
             all_reduce(self._received, group=self.axes.unit)
         if self.axes.copies is not None:

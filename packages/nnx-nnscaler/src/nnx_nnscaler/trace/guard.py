@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from nnx_core._torch_compat import TorchDispatchMode, versions_kept
+from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.random_state import forked
-from nnx_core.used import CollectiveOrder
 from nnx_core.view.python_state import PythonState, is_users_own
 from nnx_nnscaler._torch_compat import checkpoints_replaced, lstm_replaced, saves_inputs_only
 from nnx_nnscaler.trace.structure import Refusal

@@ -1,24 +1,17 @@
-"""What ranks agree on in a step: the parameters that were used, and the order of collectives."""
+"""The order of collectives that ranks agree on in a step, and the errors where one leaves it."""
 
 from __future__ import annotations
 
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from nnx_conformance.pool import WorkerPool
+from nnx_core.agree.announced_waits import announced, wait_for_collective
+from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.errors import UnsupportedError
-from nnx_core.used import CollectiveOrder, used_anywhere
-
-
-def agree_on_use() -> list[bool]:
-    """Each rank uses one parameter, and nobody the last."""
-    return used_anywhere([index == dist.get_rank() for index in range(3)])
-
-
-def test_what_one_rank_used_is_used(pool: WorkerPool) -> None:
-    assert pool.run(agree_on_use, world_size=2, init="gloo") == [[True, True, False]] * 2
 
 
 def count_questions(turns: int) -> list[int]:
@@ -63,6 +56,10 @@ def deviate(other: str) -> tuple[str, float]:
             elif other == "waits":
                 order.arrive("the gather of a")
                 dist.barrier()  # until rank 1 is gone
+            elif other == "waits announced":
+                order.arrive("the gather of a")
+                work = dist.all_reduce(torch.zeros(1), async_op=True)
+                wait_for_collective(work, "the gather of a")
             else:
                 time.sleep(9)
                 order.arrive("the gather of a")
@@ -77,6 +74,7 @@ def deviate(other: str) -> tuple[str, float]:
     [
         ("third", "rank 0 came to the gather of c"),
         ("waits", "rank 0 waits in barrier, called in deviate"),
+        ("waits announced", "rank 0 waits for the gather of a"),
         ("slow", "rank 0 did not come to it within 6 s"),
     ],
 )
@@ -88,6 +86,22 @@ def test_ranks_that_part_get_one_error_that_names_the_layers(pool: WorkerPool, o
         assert seconds < 20
 
 
+def make_progress() -> str:
+    """Rank 0 waits for longer than a rank may be stuck, but never long for one thing; then the ranks meet."""
+    order = CollectiveOrder(remedy="")
+    order.begin("training_step")
+    if dist.get_rank() == 0:
+        for _ in range(20):
+            with announced("waits for a message"):
+                time.sleep(0.2)
+    order.arrive("the gather of a")
+    return "met"
+
+
+def test_many_short_waits_are_progress(pool: WorkerPool) -> None:
+    assert pool.run(make_progress, world_size=2, init="gloo") == ["met", "met"]
+
+
 def test_one_process_has_nobody_to_ask() -> None:
     order = CollectiveOrder(remedy="")
     with order.reporting():
@@ -95,7 +109,6 @@ def test_one_process_has_nobody_to_ask() -> None:
         order.arrive("anything")
         order.end()
     assert order.questions == 0
-    assert used_anywhere([True, False]) == [True, False]
 
 
 def leave(late: int) -> tuple[float, float]:
