@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -405,7 +405,9 @@ class FSDPBackend(Backend[FSDPOptions]):
             layout.weights.release()
         replaced = layout.plain
         full = {
-            sharded: self.at_end(partial(gather, sharded), shape=sharded.shape, dtype=sharded.dtype)
+            sharded: self.at_end(
+                partial(gather, cast(DTensor, sharded)), shape=sharded.shape, dtype=sharded.dtype
+            )
             for sharded in replaced
         }
         for submodule in module.modules():
