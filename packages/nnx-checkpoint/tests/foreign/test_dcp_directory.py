@@ -631,7 +631,7 @@ def assert_equal_checkpoints(actual: storage.Checkpoint, expected: storage.Check
 @pytest.fixture
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slabs that the tensors of `example` do not fit into."""
-    for module in ("nnx_checkpoint.reading.slabs", "nnx_checkpoint.foreign.dcp_files"):
+    for module in ("nnx_checkpoint.reading.slabs", "nnx_checkpoint.foreign.dcp_writing"):
         monkeypatch.setattr(f"{module}.SLAB", 4096)
 
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from nnx_base.ranks import all_gather_object, control_group
 from nnx_colossalai.device import Device, HostDevice, host_memory
 from nnx_colossalai.plan.spec import RankResources, Rates
-from nnx_core.machine.calibration import GroupCommunicator, calibrated
+from nnx_core.communicator import GroupCommunicator
+from nnx_core.machine.calibration import calibrated
 from nnx_core.machine.hardware import Hardware, sent_share
 
 _HOST_SHARE = 0.9

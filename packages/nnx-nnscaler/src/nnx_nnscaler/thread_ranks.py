@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from nnx_core.machine.calibration import Communicator
+from nnx_core.communicator import Communicator
 
 T = TypeVar("T")
 
