@@ -1,14 +1,10 @@
-"""DeepSpeed 0.19.8's private parts that nnx needs: only here are they touched.
+"""DeepSpeed 0.19.8's private parts that nnx needs: only here and in `_operators_compat` are they touched.
 
 Each says what it is for; when DeepSpeed offers it publicly, the function goes.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import sysconfig
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -23,7 +19,6 @@ from torch.optim import Optimizer
 from nnx_checkpoint._torch_compat import default_group
 from nnx_checkpoint.collective import control_group, is_distributed
 from nnx_core._torch_compat import end_of_backward, foreach_copy_, will_execute
-from nnx_core.errors import UnsupportedError
 from nnx_core.watch import Writes
 from nnx_core.whole import Part, guard, local_mode, show_plain, show_whole, unguard
 
@@ -756,89 +751,3 @@ def watch_backward(zero: Any, check: Callable[[], None]) -> None:
         own(submodule)
 
     offload.pre_sub_module_backward_function = before_backward
-
-
-# --- compiled operators ---------------------------------------------------------------------------
-# DeepSpeed 0.19.8's compiled operators: built or refused with one clear error, freed once.
-#
-# Changes DeepSpeed's classes, once in a process; nothing here compiles anything by itself.
-
-
-def prepare_operators() -> None:
-    """Mend how DeepSpeed builds operators and how its optimizers of the host hold theirs."""
-    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-    from deepspeed.ops.lion import DeepSpeedCPULion
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
-    if hasattr(OpBuilder, "_nnx_prepared"):
-        return
-    OpBuilder._nnx_prepared = True
-    OpBuilder.jit_load = _built_or_explained(OpBuilder.jit_load)
-    for optimizer in (DeepSpeedCPUAdam, DeepSpeedCPULion, DeepSpeedCPUAdagrad):
-        optimizer.__init__ = _owning(optimizer.__init__)
-        # Inherited by the class that Lightning makes for its wrapper, and by the shadow: the first of them to
-        # go would free what the others step with, and the process would die.
-        optimizer.__del__ = _nothing
-
-
-def counts_by_number(optimizer: Optimizer) -> bool:
-    """Whether its ``step`` is an int, which DeepSpeed's operators take, and not a tensor, as torch's."""
-    return any(base.__module__.startswith("deepspeed.") for base in type(optimizer).__mro__)
-
-
-def _built_or_explained(load: Any) -> Any:
-    """`OpBuilder.jit_load` that finds ninja and explains a failure.
-
-    DeepSpeed depends on ninja, which lies in an environment's own folder; where the environment is not
-    activated, that folder is not on the path, or another ninja is, which builds again what this one built.
-    """
-
-    @wraps(load)
-    def load_or_explain(self: Any, *args: Any, **kwargs: Any) -> Any:
-        path = os.environ.get("PATH", "")
-        os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), path])
-        try:
-            return load(self, *args, **kwargs)
-        except Exception as error:
-            raise _not_built(self.name, error) from error
-        finally:
-            os.environ["PATH"] = path
-
-    return load_or_explain
-
-
-def _not_built(operator: str, error: Exception) -> UnsupportedError:
-    missing = [tool for tool in ("ninja", os.environ.get("CXX", "c++")) if shutil.which(tool) is None]
-    if missing:
-        why = f"{' and '.join(missing)} cannot be found"
-    else:
-        why = str(error).strip().partition("\n")[0] or type(error).__name__
-    return UnsupportedError(
-        f"DeepSpeed's operator {operator!r} has to be compiled on this machine, and was not: {why}.",
-        remedy="Put ninja (`pip install ninja`) and a C++ compiler (g++) on PATH, or use what needs no "
-        "compiler, such as an optimizer of torch.optim.",
-    )
-
-
-def _owning(make: Any) -> Any:
-    """An optimizer's ``__init__`` that frees the operator's part when that object goes."""
-
-    @wraps(make)
-    def make_and_own(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            make(self, *args, **kwargs)
-        except RuntimeError as error:
-            if isinstance(error.__cause__, UnsupportedError):  # it wraps whatever loading raised
-                raise error.__cause__ from error.__cause__.__cause__
-            raise
-        for name, operator in list(vars(self).items()):
-            if name.startswith("ds_opt_"):
-                free = getattr(operator, f"destroy_{name.removeprefix('ds_opt_')}")
-                weakref.finalize(self, free, self.opt_id).atexit = False
-
-    return make_and_own
-
-
-def _nothing(_: Any) -> None:
-    """Frees nothing."""

@@ -26,7 +26,6 @@ from nnx_core.watch import Writes
 from nnx_core.whole import local_mode
 from nnx_deepspeed._deepspeed_compat import (
     count_backwards_anew,
-    counts_by_number,
     forget_gradients,
     gather_persistent,
     gradients_arrive_locally,
@@ -50,6 +49,7 @@ from nnx_deepspeed._deepspeed_compat import (
     weights_agree_already,
     weights_and_masters,
 )
+from nnx_deepspeed._operators_compat import counts_by_number
 from nnx_deepspeed.agreement import Agreement
 from nnx_deepspeed.config import (
     FixedModel,

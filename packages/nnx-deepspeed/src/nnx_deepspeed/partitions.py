@@ -26,7 +26,6 @@ from nnx_core.errors import CheckpointError
 from nnx_core.gradients import Gradient
 from nnx_core.whole import Part, local_mode
 from nnx_deepspeed._deepspeed_compat import (
-    counts_by_number,
     fragment,
     gather_for_user,
     gradient_pieces,
@@ -35,6 +34,7 @@ from nnx_deepspeed._deepspeed_compat import (
     position,
     trainable_groups,
 )
+from nnx_deepspeed._operators_compat import counts_by_number
 
 # --- parameters that do not train -----------------------------------------------------------------
 # Parameters that do not train, as exact as they were before DeepSpeed rounded them to 16 bits.
