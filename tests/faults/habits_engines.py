@@ -50,7 +50,7 @@ class PartitionsOfDeepSpeed(_Forgets, DeepSpeedBackend):
 
 
 class UnguardedPartitionsOfDeepSpeed(DeepSpeedBackend):
-    """Shows user code the flat part that this rank has of a parameter."""
+    """Shows user code what DeepSpeed leaves of a parameter that is cut."""
 
     Options = _AllCut
 
