@@ -370,7 +370,7 @@ def show_partitions(engine: Any, part: Callable[[nn.Parameter], Part]) -> None:
         partition_parameters.free_param = _free_and_show
     for parameter in engine.module.parameters():
         if hasattr(parameter, "ds_tensor"):
-            is_whole = parameter.shape == parameter.ds_shape  # type: ignore[attr-defined]
+            is_whole = parameter.shape == parameter.ds_shape
             guard(parameter, part(parameter))
             if is_whole:
                 show_plain(parameter)
