@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.optim import Optimizer
 
 from nnx_core.options import option
+from nnx_core.view.whole import unguard
 from nnx_deepspeed.backend import DeepSpeedBackend
 from nnx_deepspeed.options import DeepSpeedOptions
 from nnx_fairscale.fsdp import FairscaleFSDPBackend
@@ -45,6 +47,17 @@ class PartitionsOfDeepSpeed(_Forgets, DeepSpeedBackend):
     """Each rank keeps its partition of what it wrote."""
 
     Options = _AllCut
+
+
+class UnguardedPartitionsOfDeepSpeed(DeepSpeedBackend):
+    """Shows user code what DeepSpeed leaves of a parameter that is cut."""
+
+    Options = _AllCut
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        super().setup_optimizers(module, optimizers)
+        for parameter in module.parameters():
+            unguard(parameter)
 
 
 class CopiesOfOSS(_Forgets, OSSBackend):

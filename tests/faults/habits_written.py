@@ -38,8 +38,9 @@ _ENGINES = {
     **dict.fromkeys(("CopiesOfDeepSpeed", "CopiesOfOSS", "CopiesOfSharded"), "rows_renormalized_by_ranks"),
     **dict.fromkeys(("PersistentOfDeepSpeed", "PartitionsOfDeepSpeed"), "sums_kept_by_ranks"),
     **dict.fromkeys(("UnitsOfFairscale", "UnitsOfFSDP"), "bank_written_by_ranks"),
+    "UnguardedPartitionsOfDeepSpeed": "weights_read_between_steps",
 }
-"""Engines in `habits_engines` that do not compare what user code writes, and a check that each fails."""
+"""Engines in `habits_engines` that do not see what user code reads or writes, and a check that each fails."""
 
 FAULTS = [
     *(fault(f"{check}: TakesRankZerosCopies", TakesRankZerosCopies, check, *EVERYTHING) for check in _CAUGHT),

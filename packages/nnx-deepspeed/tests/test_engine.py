@@ -26,7 +26,7 @@ from jobs.deepspeed_jobs import (
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import UnsupportedError
 from nnx_deepspeed import engine, partitions
-from nnx_deepspeed._deepspeed_compat import prepare_operators
+from nnx_deepspeed._operators_compat import prepare_operators
 from nnx_deepspeed.config import refuse_unfit, with_fitting_buckets
 from nnx_deepspeed.unused import allows_gaps
 from nnx_test_helpers.engine_resume_jobs import run_and_save, tensors_of

@@ -1,18 +1,15 @@
-"""DeepSpeed 0.19.8's private parts that nnx needs: only here are they touched.
+"""DeepSpeed 0.19.8's private parts that nnx needs: only here and in `_operators_compat` are they touched.
 
 Each says what it is for; when DeepSpeed offers it publicly, the function goes.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import sysconfig
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +21,10 @@ from nnx_base.ranks import control_group, is_distributed
 from nnx_core._torch_compat import end_of_backward, foreach_copy_, will_execute
 from nnx_core.agree.announced_waits import announced
 from nnx_core.agree.watch import Writes
-from nnx_core.errors import UnsupportedError
+from nnx_core.view.whole import Part, guard, local_mode, show_plain, show_whole, unguard
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _LEFT_ON_MODULES = (
     *("_original_parameters", "_external_params", "all_parameters"),
@@ -53,6 +53,54 @@ def join_world() -> None:
     comm.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
 
 
+def locally(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function see this rank's parts of what is cut, on any thread."""
+
+    @wraps(function)
+    def run_locally(*args: P.args, **kwargs: P.kwargs) -> T:
+        with local_mode():
+            return function(*args, **kwargs)
+
+    return run_locally
+
+
+_DOORS = {
+    "parameter_offload": (
+        *("pre_sub_module_forward_function", "post_sub_module_forward_function"),
+        *("pre_sub_module_backward_function", "post_sub_module_backward_function"),
+    ),
+    "parameter_offload.param_coordinator": ("reset_step",),
+    "": ("reduce_ready_partitions_and_remove_grads", "independent_gradient_partition_epilogue"),
+}
+"""What user code's forward and backward call of DeepSpeed's stage 3, by where the optimizer has it."""
+
+
+def _enter_locally(engine: Any) -> None:
+    """Stage 3: let DeepSpeed see parts where forward and backward come to it, as user code sees wholes.
+
+    Local mode ends at each return: a backward also runs user code, as when it recomputes activations.
+    """
+    for owner, names in _DOORS.items():
+        found = attrgetter(owner)(engine.optimizer) if owner else engine.optimizer
+        for name in names:
+            setattr(found, name, locally(getattr(found, name)))
+    for name in ("_forward_prologue", "_forward_epilogue", "_backward_prologue", "_backward_epilogue"):
+        setattr(engine, name, locally(getattr(engine, name)))
+
+
+@contextmanager
+def gradients_arrive_locally() -> Iterator[None]:
+    """Stage 3: let the hooks that DeepSpeed registers on parameters meanwhile see parts."""
+    from deepspeed.runtime.zero import stage3
+
+    own = stage3.register_grad_hook
+    stage3.register_grad_hook = lambda parameter, hook: own(parameter, locally(hook))
+    try:
+        yield
+    finally:
+        stage3.register_grad_hook = own
+
+
 def is_tested_optimizer(optimizer: Optimizer) -> bool:
     """Whether DeepSpeed has tested it with ZeRO."""
     from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
@@ -69,6 +117,7 @@ def trainable_groups(zero: Any) -> list[tuple[list[nn.Parameter], Tensor]]:
     return list(zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True))
 
 
+@locally
 def weights_and_masters(zero: Any) -> list[tuple[Tensor, Tensor]]:
     """This rank's flat partitions twice: as the module has them, and the masters. They may be one."""
     masters = [flat for _, flat in trainable_groups(zero)]
@@ -135,6 +184,7 @@ def gather_persistent(zero: Any) -> None:
         missing[0].all_gather(missing)
 
 
+@locally
 def own_range(parameter: nn.Parameter) -> tuple[int, Tensor]:
     """Where this rank's part begins, and the part without padding; in stages 1 and 2 of a frozen one."""
     rank = dist.get_rank()
@@ -168,6 +218,7 @@ def local_partition(parameter: nn.Parameter) -> Tensor:
     return parameter.ds_tensor.data  # type: ignore[no-any-return, attr-defined]
 
 
+@locally
 @torch.no_grad()
 def reload_weights(zero: Any) -> None:
     """Make the weights that the module computes with from the masters. Collective."""
@@ -304,23 +355,35 @@ def number_alike() -> None:
         Init.param_id, modules[0] = following.tolist()
 
 
-def show_partitions(module: nn.Module, when_cut: type[nn.Parameter]) -> None:
+def show_partitions(engine: Any, part: Callable[[nn.Parameter], Part]) -> None:
     """Stage 3: from now on a parameter that is not gathered is this rank's part, 1-d, instead of nothing.
 
     Args:
-        module: The root.
-        when_cut: The class that a parameter has meanwhile.
+        engine: DeepSpeed's, which sees the part.
+        part: Makes what core's guard asks for the whole.
     """
     from deepspeed.runtime.zero import partition_parameters
+
+    _enter_locally(engine)
 
     if partition_parameters.free_param is not _free_and_show:
         _frees.append(partition_parameters.free_param)
         partition_parameters.free_param = _free_and_show
-    for parameter in module.parameters():
+    for parameter in engine.module.parameters():
         if hasattr(parameter, "ds_tensor"):
-            parameter._nnx_classes = type(parameter), when_cut  # type: ignore[attr-defined]
-            if parameter.shape != parameter.ds_shape:  # type: ignore[attr-defined]
+            is_whole = parameter.shape == parameter.ds_shape
+            guard(parameter, part(parameter))
+            if is_whole:
+                show_plain(parameter)
+            else:
                 _show(parameter)
+
+
+def hide_partitions(parameter: nn.Parameter) -> None:
+    """Undo `show_partitions`."""
+    if "_part" in vars(parameter):
+        show_whole(parameter)  # which `unguard` asks for
+        unguard(parameter)
 
 
 _frees: list[Any] = []
@@ -328,6 +391,7 @@ _FOR_USER = -2
 """Stands for user code among the modules that keep a parameter whole."""
 
 
+@locally
 def _free_and_show(parameter: nn.Parameter) -> None:
     touched, seen = vars(parameter).pop("_nnx_touched", False), vars(parameter).pop("_nnx_gathered", None)
     if seen is not None and seen.writes.are_compared() and parameter.shape == parameter.ds_shape:  # type: ignore[attr-defined]
@@ -335,7 +399,7 @@ def _free_and_show(parameter: nn.Parameter) -> None:
     if touched or (seen is not None and _may_be_written(parameter, seen)):
         _take_whole(parameter)
     _frees[0](parameter)
-    if hasattr(parameter, "_nnx_classes"):
+    if "_part" in vars(parameter):
         _show(parameter)
 
 
@@ -372,11 +436,12 @@ def _may_be_written(parameter: nn.Parameter, seen: _Gathered) -> bool:
     return seen.forwards_now() != seen.forwards and parameter.device == local_partition(parameter).device
 
 
+@locally
 def _show(parameter: nn.Parameter) -> None:
     partition = local_partition(parameter)
     if partition.device == parameter.device and partition.numel():  # neither offloaded nor on disk
         parameter.data = own_range(parameter)[1]
-    parameter.__class__ = parameter._nnx_classes[1]  # type: ignore[attr-defined]
+    show_whole(parameter)
 
 
 def _take_whole(parameter: nn.Parameter) -> None:
@@ -397,12 +462,6 @@ def is_copied(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "ds_persist", False)) and not is_cut(parameter)
 
 
-def show_class(parameter: nn.Parameter) -> None:
-    """Give a parameter back the class that it had."""
-    if hasattr(parameter, "_nnx_classes"):
-        parameter.__class__ = parameter._nnx_classes[0]
-
-
 def is_cut(parameter: nn.Parameter) -> bool:
     """Stage 3: whether there is something to gather."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -410,6 +469,7 @@ def is_cut(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE)
 
 
+@locally
 @torch.no_grad()
 def gather_for_user(parameters: Sequence[nn.Parameter]) -> None:
     """Stage 3: make cut parameters whole until `release_touched`. Collective."""
@@ -422,9 +482,10 @@ def gather_for_user(parameters: Sequence[nn.Parameter]) -> None:
         parameter.ds_active_sub_modules.add(_FOR_USER)  # type: ignore[attr-defined]
     see_empty_parameters([p for p in parameters if is_cut(p)])
     for parameter in parameters:
-        show_class(parameter)
+        show_plain(parameter)
 
 
+@locally
 @torch.no_grad()
 def release_touched(parameters: Iterable[nn.Parameter]) -> None:
     """Stage 3: cut what user code had whole; what it wrote counts."""
@@ -441,6 +502,7 @@ def release_touched(parameters: Iterable[nn.Parameter]) -> None:
             parameter.partition()  # type: ignore[attr-defined]
 
 
+@locally
 @torch.no_grad()
 def take_assigned(parameters: Mapping[nn.Parameter, Tensor]) -> list[nn.Parameter]:
     """Notice parameters whose ``data`` was replaced, and bring the new values to where DeepSpeed looks.
@@ -472,6 +534,7 @@ def take_assigned(parameters: Mapping[nn.Parameter, Tensor]) -> list[nn.Paramete
     return misfits
 
 
+@locally
 def see_empty_parameters(parameters: Sequence[nn.Parameter]) -> None:
     """Stage 3: make parameters without elements available, as there is nothing that it would gather."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -486,6 +549,7 @@ def reduces_whole_gradients(zero: Any) -> bool:
     return not hasattr(zero, "_coalesce_grad_reduction")
 
 
+@locally
 def ends_of_backward(parameters: Sequence[nn.Parameter]) -> list[Any]:
     """Where a backward comes to each parameter. As long as these are held, they stay the same."""
     with torch.enable_grad():
@@ -510,6 +574,7 @@ def have_sums(zero: Any, parameters: Sequence[nn.Parameter]) -> list[bool]:
     return [had[parameter] for parameter in parameters]
 
 
+@locally
 @torch.no_grad()
 def zero_gradient(zero: Any, parameter: nn.Parameter) -> None:
     """Give a parameter a gradient of zero to reduce, where DeepSpeed looks for it."""
@@ -532,6 +597,7 @@ def hold_back_reduction(engine: Any) -> Callable[[], None]:
     zero = engine.optimizer
     zero._coalesce_grad_reduction = engine.inside_no_sync_ctxt = True
 
+    @locally
     def reduce() -> None:
         reduce_at_once(engine)
         zero.set_gradient_accumulation_boundary(engine.is_gradient_accumulation_boundary())
@@ -614,6 +680,7 @@ def before_each_gather(
         return " and ".join(sorted(names[parameter] for parameter in missing))
 
     def announcing(gather: Any, own: Sequence[nn.Parameter]) -> Any:
+        @locally
         def announce_and_gather(*args: Any, **kwargs: Any) -> Any:
             listed = args[0] if args else kwargs.get("param_list", kwargs.get("params"))
             if listed is None and not any("_nnx_touched" in vars(parameter) for parameter in own):
@@ -624,7 +691,7 @@ def before_each_gather(
                 announce(name, any("_nnx_touched" in vars(parameter) for parameter in listed))
             missing = [parameter for parameter in listed if is_cut(parameter)]
             for parameter in listed:
-                show_class(parameter)
+                show_plain(parameter)
             doing = f"waits for the gather of {name or 'a layer'}"
             with announced(doing):
                 result = gather(*args, **kwargs)
@@ -639,6 +706,7 @@ def before_each_gather(
         return announce_and_gather
 
     def kept(partition: Any, own: nn.Parameter) -> Any:
+        @locally
         def partition_others(param_list: Sequence[nn.Parameter] | None = None, **kwargs: Any) -> None:
             listed = (own,) if param_list is None else param_list
             others = [p for p in listed if _FOR_USER not in p.ds_active_sub_modules]  # type: ignore[attr-defined]
@@ -688,88 +756,3 @@ def watch_backward(zero: Any, check: Callable[[], None]) -> None:
         own(submodule)
 
     offload.pre_sub_module_backward_function = before_backward
-
-
-# DeepSpeed 0.19.8's compiled operators: built or refused with one clear error, freed once.
-#
-# Changes DeepSpeed's classes, once in a process; nothing here compiles anything by itself.
-
-
-def prepare_operators() -> None:
-    """Mend how DeepSpeed builds operators and how its optimizers of the host hold theirs."""
-    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-    from deepspeed.ops.lion import DeepSpeedCPULion
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
-    if hasattr(OpBuilder, "_nnx_prepared"):
-        return
-    OpBuilder._nnx_prepared = True
-    OpBuilder.jit_load = _built_or_explained(OpBuilder.jit_load)
-    for optimizer in (DeepSpeedCPUAdam, DeepSpeedCPULion, DeepSpeedCPUAdagrad):
-        optimizer.__init__ = _owning(optimizer.__init__)
-        # Inherited by the class that Lightning makes for its wrapper, and by the shadow: the first of them to
-        # go would free what the others step with, and the process would die.
-        optimizer.__del__ = _nothing
-
-
-def counts_by_number(optimizer: Optimizer) -> bool:
-    """Whether its ``step`` is an int, which DeepSpeed's operators take, and not a tensor, as torch's."""
-    return any(base.__module__.startswith("deepspeed.") for base in type(optimizer).__mro__)
-
-
-def _built_or_explained(load: Any) -> Any:
-    """`OpBuilder.jit_load` that finds ninja and explains a failure.
-
-    DeepSpeed depends on ninja, which lies in an environment's own folder; where the environment is not
-    activated, that folder is not on the path, or another ninja is, which builds again what this one built.
-    """
-
-    @wraps(load)
-    def load_or_explain(self: Any, *args: Any, **kwargs: Any) -> Any:
-        path = os.environ.get("PATH", "")
-        os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), path])
-        try:
-            return load(self, *args, **kwargs)
-        except Exception as error:
-            raise _not_built(self.name, error) from error
-        finally:
-            os.environ["PATH"] = path
-
-    return load_or_explain
-
-
-def _not_built(operator: str, error: Exception) -> UnsupportedError:
-    missing = [tool for tool in ("ninja", os.environ.get("CXX", "c++")) if shutil.which(tool) is None]
-    if missing:
-        why = f"{' and '.join(missing)} cannot be found"
-    else:
-        why = str(error).strip().partition("\n")[0] or type(error).__name__
-    return UnsupportedError(
-        f"DeepSpeed's operator {operator!r} has to be compiled on this machine, and was not: {why}.",
-        remedy="Put ninja (`pip install ninja`) and a C++ compiler (g++) on PATH, or use what needs no "
-        "compiler, such as an optimizer of torch.optim.",
-    )
-
-
-def _owning(make: Any) -> Any:
-    """An optimizer's ``__init__`` that frees the operator's part when that object goes."""
-
-    @wraps(make)
-    def make_and_own(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            make(self, *args, **kwargs)
-        except RuntimeError as error:
-            if isinstance(error.__cause__, UnsupportedError):  # it wraps whatever loading raised
-                raise error.__cause__ from error.__cause__.__cause__
-            raise
-        for name, operator in list(vars(self).items()):
-            if name.startswith("ds_opt_"):
-                free = getattr(operator, f"destroy_{name.removeprefix('ds_opt_')}")
-                weakref.finalize(self, free, self.opt_id).atexit = False
-
-    return make_and_own
-
-
-def _nothing(_: Any) -> None:
-    """Frees nothing."""

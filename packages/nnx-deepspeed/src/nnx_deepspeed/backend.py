@@ -22,7 +22,8 @@ from nnx_core.errors import UnsupportedError
 from nnx_core.optimizers.gradients import Gradient
 from nnx_core.optimizers.own_optimizers import no_optimizer, refuse_no_optimizer
 from nnx_core.view.modules import broadcast_module, forward_as, materialize, move_to
-from nnx_deepspeed._deepspeed_compat import join_world, prepare_operators, put_back_globals
+from nnx_deepspeed._deepspeed_compat import join_world, put_back_globals
+from nnx_deepspeed._operators_compat import prepare_operators
 from nnx_deepspeed.config import make_config
 from nnx_deepspeed.engine import ZeroEngine
 from nnx_deepspeed.options import DeepSpeedOptions

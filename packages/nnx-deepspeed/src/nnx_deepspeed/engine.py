@@ -27,8 +27,11 @@ from nnx_deepspeed._deepspeed_compat import (
     count_backwards_anew,
     forget_gradients,
     gather_persistent,
+    gradients_arrive_locally,
+    hide_partitions,
     is_copied,
     leave_loss_alone,
+    locally,
     number_alike,
     overwritten_gradients,
     parameters_stay,
@@ -37,7 +40,6 @@ from nnx_deepspeed._deepspeed_compat import (
     remove_from_module,
     see_empty_parameters,
     share_masters,
-    show_class,
     show_partitions,
     skip_what_is_no_parameter,
     take_assigned,
@@ -55,8 +57,8 @@ from nnx_deepspeed.config import (
     with_fitting_buckets,
 )
 from nnx_deepspeed.partitions import (
+    CutParameter,
     FrozenValues,
-    PartitionedParameter,
     Partitions,
     WholeGradients,
     follow,
@@ -122,12 +124,12 @@ class ZeroEngine:
         self.partitions.take_exact(exact)
         self.partitions.take_state(optimizer, self.shadow)
         self._empty = [p for p in module.parameters() if hasattr(p, "ds_numel") and not p.ds_numel]
-        show_partitions(module, PartitionedParameter)
         if self.partitions.cuts_each_parameter:
+            show_partitions(self._engine, CutParameter)
             watch_backward(self.zero, self._refuse_inner_backward)
         self._names = names = {parameter: name for name, parameter in module.named_parameters()}
         self._fixed = FixedModel(module)
-        self._homes = {parameter: parameter.data for parameter in module.parameters()}
+        self._homes = _data_of(module)
         trained = [p for p in self.partitions.parameters() if self.partitions.shape(p).numel()]
         self.agreement = Agreement(
             self._engine,
@@ -321,6 +323,7 @@ class ZeroEngine:
                     remedy="Compute gradients by `self.manual_backward(loss)`, and change `p.grad` then.",
                 )
 
+    @locally
     @torch.no_grad()
     def take_written_weights(self, *, looking_everywhere: bool = False) -> None:
         """Let the masters follow weights that were written in place since the last step, as by an average.
@@ -329,9 +332,8 @@ class ZeroEngine:
             looking_everywhere: Also where masters lie on another device. Elsewhere only a change of version
                 counters, which writes through ``.data`` do not leave, makes it worth moving the weights.
         """
-        with local_mode():
-            self._release_touched()
-            self._take_assigned()
+        self._release_touched()
+        self._take_assigned()
         versions = self._see_versions()
         looking_everywhere = looking_everywhere or versions != self._versions
         pairs = [
@@ -366,6 +368,7 @@ class ZeroEngine:
     def _see_versions(self) -> dict[nn.Parameter, int]:
         return {parameter: parameter._version for parameter in self.partitions.parameters()}
 
+    @locally
     def reload(self) -> None:
         """Compute with the masters as they are now. Collective."""
         self.partitions.frozen.reload()
@@ -377,6 +380,7 @@ class ZeroEngine:
         self.state.remove()
         self._own_optimizers.remove()
 
+    @locally
     def remove(self, at_end: Callable[..., Tensor], *, with_state: bool) -> None:
         """Give the module plain parameters back, complete and as exact as the masters. Collective.
 
@@ -400,7 +404,7 @@ class ZeroEngine:
         self._engine.destroy()
         remove_from_module(self._engine, self.module, self._attributes_of_modules)
         for parameter, value in full.items():
-            show_class(parameter)
+            hide_partitions(parameter)
             for name in set(vars(parameter)) - self._attributes[parameter]:
                 if name in self._left[parameter] or name.startswith(("ds_", "_nnx_", "_hp_")):
                     delattr(parameter, name)
@@ -420,6 +424,11 @@ class ZeroEngine:
         return full
 
 
+@locally
+def _data_of(module: nn.Module) -> dict[nn.Parameter, Tensor]:
+    return {parameter: parameter.data for parameter in module.parameters()}
+
+
 def _initialize(
     module: nn.Module,
     optimizer: Optimizer,
@@ -433,7 +442,7 @@ def _initialize(
     move_buffers_to(module, device)
     stay = parameters_stay(module) if config["zero_optimization"]["stage"] == 3 else nullcontext()
     try:
-        with weights_agree_already(), _local_rank_known(local_rank), stay:
+        with weights_agree_already(), gradients_arrive_locally(), _local_rank_known(local_rank), stay:
             return deepspeed.initialize(
                 args=arguments,
                 model=module,

@@ -4,18 +4,14 @@ Stages 1 and 2 cut a param group as one flat vector, so a rank may hold the end 
 beginning of the next. Stage 3 cuts every parameter into equal parts, the last one padded. Either way a part
 is a range of a flattened parameter, which is what `nnx_base.shard.shard_of_range` describes.
 
-User code sees none of this: to it parameters (`PartitionedParameter`) and gradients (`WholeGradients`) are
-whole.
+User code sees none of this: to it parameters (`CutParameter`) and gradients (`WholeGradients`) are whole.
 """
 
 from __future__ import annotations
 
-import copy
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -24,23 +20,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nnx_base._torch_compat import local_mode
 from nnx_base.box import cut_range
 from nnx_base.shard import Box, Shard, shard_of, shard_of_range
 from nnx_core.errors import CheckpointError
 from nnx_core.optimizers.gradients import Gradient
-from nnx_core.view.torch_functions import Sees, what_it_sees
-from nnx_core.view.whole import local_mode
+from nnx_core.view.whole import Part
 from nnx_deepspeed._deepspeed_compat import (
-    counts_by_number,
     fragment,
     gather_for_user,
     gradient_pieces,
-    is_cut,
     local_partition,
     own_range,
     position,
     trainable_groups,
 )
+from nnx_deepspeed._operators_compat import counts_by_number
 
 # Parameters that do not train, as exact as they were before DeepSpeed rounded them to 16 bits.
 #
@@ -401,56 +396,56 @@ def _read(value: Any) -> Any:
 # Parameters of stage 3 as user code sees them: whole, from the first touch on.
 #
 # Outside of its layers' forward and backward a parameter is cut: a rank holds a flat part of it. Meanwhile
-# it has a class of its own, `PartitionedParameter`. When user code computes with it, reads its data or
-# writes into it, it is gathered and stays whole until the step goes on, which takes what was written. All
-# ranks must do so. DeepSpeed's code and ours see the part.
+# core's guard answers for it. When user code computes with it, reads its data or writes into it, it is
+# gathered and stays whole until the step goes on, which takes what was written. All ranks must do so.
+# DeepSpeed's code runs in local mode from where it is entered (`show_partitions`), and so does ours.
 
 
-_OF_A_PART = frozenset({Sees.LOCAL, Sees.MEMORY, Sees.GRADIENT, Sees.HOOK})
-_INNER = (
-    *("deepspeed", "nnx_base", "nnx_checkpoint", "nnx_core", "nnx_deepspeed"),
-    *("torch.autograd", "torch.distributed", "torch.optim", "torch.utils"),
-    *("lightning.pytorch.callbacks.weight_averaging", "lightning.pytorch.callbacks.stochastic_weight_avg"),
-    *("pytorch_lightning.callbacks.weight_averaging", "pytorch_lightning.callbacks.stochastic_weight_avg"),
-)
-"""Modules whose code means this rank's part: averages are averages of parts."""
+class CutParameter(Part):
+    """What is known of a parameter of stage 3: its own object becomes the whole.
 
+    Args:
+        parameter: One that DeepSpeed has cut.
+    """
 
-class PartitionedParameter(nn.Parameter):
-    """A parameter that is cut. Parameters become it and cease to be it; none is made."""
+    is_copied_as_stored = True
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        sees = what_it_sees(func)
-        if sees is Sees.ASSIGNS_GRADIENT:
-            return assign_gradient(args[0], *args[1:] or (None,))
-        if sees in _OF_A_PART or _is_inner(sys._getframe(1).f_globals.get("__name__", "")):
-            with local_mode():
-                return func(*args, **kwargs)
-        cut = list(dict.fromkeys(_cut_in((args, kwargs))))
-        if not cut:  # a copy that was never laid out
-            with local_mode():
-                return func(*args, **kwargs)
-        if sees is Sees.SHAPE:
-            like = torch.empty(cut[0].ds_shape, dtype=cut[0].dtype, device="meta")  # type: ignore[attr-defined]
-            return func(like, *args[1:], **kwargs)
-        gather_for_user(cut)
-        return func(*args, **kwargs)
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.tensor = self._parameter = parameter
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        gather_for_user([self])
-        return copy.deepcopy(self, memo)
+    @property
+    def description(self) -> Tensor:  # noqa: D102 # as the base says
+        with local_mode():
+            return torch.empty(_shape(self._parameter), dtype=self._parameter.dtype, device="meta")
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        gather_for_user([self])
-        return self.__reduce_ex__(protocol)  # of the class that it has now
+    def whole(self) -> Tensor:  # noqa: D102
+        gather_for_user([self._parameter])
+        return self._parameter  # which has its own class until it is cut again
+
+    def value(self) -> Tensor:  # noqa: D102
+        return self.whole()
+
+    def flush(self) -> None:
+        """Do nothing: `release_touched` takes what was written."""
+
+    def assign(self, whole: Tensor) -> None:  # noqa: D102
+        gather_for_user([self._parameter])
+        self._parameter.data = whole
+
+    def gradient_shown(self) -> Tensor | None:  # noqa: D102
+        with local_mode():
+            return self._parameter.grad
+
+    def gradient_given(self, gradient: Any) -> None:  # noqa: D102
+        assign_gradient(self._parameter, gradient)
+
+    def hook(self, register: Callable[..., Any], hook: Callable[..., Any]) -> Any:  # noqa: D102
+        with local_mode():
+            return register(self._parameter, hook)
+
+    def attributes(self) -> dict[str, Any]:
+        """Nothing, as of a copy of torch's own: DeepSpeed attaches its groups and methods."""
+        return {}
 
 
 def assign_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
@@ -464,23 +459,6 @@ def assign_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
         parameter.grad_dtype = gradient.dtype
         parameter.grad = gradient
         parameter.data = present
-
-
-@cache
-def _is_inner(module: str) -> bool:
-    return any(module == name or module.startswith(f"{name}.") for name in _INNER)
-
-
-def _cut_in(value: Any) -> Iterator[nn.Parameter]:
-    if isinstance(value, PartitionedParameter):
-        if is_cut(value):
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _cut_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _cut_in(item)
 
 
 # Gradients as PyTorch has them, whole and in ``p.grad``, while user code may look at them.

@@ -12,9 +12,7 @@ from torch.optim import Optimizer
 
 from nnx_core._torch_compat import shadow_of
 from nnx_core.errors import UnsupportedError
-from nnx_deepspeed._deepspeed_compat import (
-    counts_by_number,
-)
+from nnx_deepspeed._operators_compat import counts_by_number
 from nnx_deepspeed.partitions import (
     Partitions,
 )

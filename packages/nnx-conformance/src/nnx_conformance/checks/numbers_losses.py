@@ -21,6 +21,7 @@ from nnx_conformance.comparing import TOLERANCE, expect_equal_losses, expect_par
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Block, Grouped, Outcome, Plain, Task, share_of
 from nnx_conformance.training import fit
+from nnx_core.view.whole import local_mode
 
 
 @check()
@@ -279,10 +280,11 @@ def _state_tensors(trainer: Trainer, module: LightningModule) -> Iterable[Tensor
 def _bytes_behind(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages: views on one buffer count it once, a freed one counts nothing."""
     sizes = {}
-    for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
+    with local_mode():  # a guarded parameter does not give out its storage
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storage = local.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
 
 

@@ -65,9 +65,14 @@ def as_stored(*tensors: Tensor) -> AbstractContextManager[Any]:
     An average of the weights does so, and an optimizer that makes its state when it is built.
 
     Args:
-        *tensors: Those concerned. Without a DTensor among them nothing changes.
+        *tensors: Those concerned. Nothing changes without a DTensor or a `Part.is_copied_as_stored`.
     """
-    return local_mode() if any(isinstance(tensor, DTensor) for tensor in tensors) else nullcontext()
+    return local_mode() if any(_is_copied_as_stored(tensor) for tensor in tensors) else nullcontext()
+
+
+def _is_copied_as_stored(tensor: Tensor) -> bool:
+    part = part_of(tensor)
+    return isinstance(tensor, DTensor) or (part is not None and part.is_copied_as_stored)
 
 
 class Part(ABC):
@@ -75,6 +80,8 @@ class Part(ABC):
 
     tensor: Tensor
     """What this rank stores of it."""
+    is_copied_as_stored = False
+    """Whether `as_stored` shows what this rank stores of it, as of a DTensor."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         """Itself: a tensor that is copied in local mode has it among its attributes."""
@@ -125,6 +132,10 @@ class Part(ABC):
     def detached(self) -> Tensor:
         """The answer to ``detach()`` and ``data``."""
         return self.value().detach()
+
+    def attributes(self) -> dict[str, Any]:
+        """What a copy of the tensor gets too: what the user has attached to it."""
+        return attributes_of(self.tensor)
 
     def randomized(self) -> None:  # noqa: B027 # nothing to do where ranks draw alike
         """The whole was filled with random numbers, which need not be equal on all ranks."""
@@ -368,7 +379,7 @@ class Guard:
             return cast(Tensor, memo[id(self)])
         made = plain_copy(self)
         memo[id(self)] = made
-        vars(made).update(copy.deepcopy(attributes_of(self), memo))
+        vars(made).update(copy.deepcopy(self._part.attributes(), memo))
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -376,7 +387,7 @@ class Guard:
         if is_distributed():
             raise _only_gathered(self, "is pickled, as `torch.save` does")
         made = plain_copy(self)
-        vars(made).update(attributes_of(self))
+        vars(made).update(self._part.attributes())
         return made.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
@@ -405,14 +416,14 @@ def _only_gathered(guarded: Guard, what: str) -> UnsupportedError:
 
 def plain_copy(guarded: Guard) -> Tensor:
     """The whole as a plain tensor of its own: a parameter of a parameter. Collective."""
-    part = guarded._part
+    part, plain = guarded._part, guarded._plain  # an engine may show the plain class from `value` on
     with local_mode(), torch.no_grad():
         value = part.value().clone()
         if not isinstance(guarded, nn.Parameter):
             return value
         made = nn.Parameter(value, requires_grad=part.tensor.requires_grad)
-    if issubclass(guarded._plain, nn.Parameter):
-        made.__class__ = guarded._plain
+    if issubclass(plain, nn.Parameter):
+        made.__class__ = plain
     return made
 
 
