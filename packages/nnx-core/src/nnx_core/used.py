@@ -180,7 +180,7 @@ class CollectiveOrder:
     What all ranks know is the same on each of them at any time: it changes only by such an agreement.
 
     Args:
-        remedy: Ends the error's message: the way out.
+        remedy: Ends the error's message: the way out; or a function that makes it of the message.
         wait: Seconds that ranks may be apart within a step that takes a new turn.
         ranks: Those whose collectives these are; all by default. The other ranks may do something else in
             the meantime, but an error on one rank is that of every rank of the world.
@@ -205,7 +205,7 @@ class CollectiveOrder:
     def __init__(
         self,
         *,
-        remedy: str,
+        remedy: str | Callable[[str], str],
         wait: float = 30.0,
         ranks: Sequence[int] | None = None,
         is_of_engine: bool = True,
@@ -486,7 +486,9 @@ class CollectiveOrder:
         if kind == "ended":
             return NnxError(f"{rest}.", remedy=_REMEDY_OF_ERRORS)
         message, _, remedy = rest.partition(_REMEDY)
-        return UnsupportedError(message, remedy=remedy or self._remedy)
+        if not remedy:
+            remedy = self._remedy if isinstance(self._remedy, str) else self._remedy(message)
+        return UnsupportedError(message, remedy=remedy)
 
     def _fail(
         self,
