@@ -8,7 +8,7 @@ checkpoints are in `tests/test_resume_matrix.py`.
 from __future__ import annotations
 
 from nnx_conformance import StrategyConformance
-from nnx_conformance.check import select_checks
+from nnx_conformance.runner import select_checks
 
 UNITS = {"min_num_params": 100}
 LISTED = ("experts_in_a_list", "experts_of_any_shape")
@@ -20,7 +20,7 @@ class TestFsdpAuto(StrategyConformance):
 
     strategy = "fsdp_auto"
     options = UNITS
-    only = tuple(check.name for check in select_checks((), full=True) if check.name not in LISTED + SKIPPED)
+    only = tuple(check.name for check in select_checks() if check.name not in LISTED + SKIPPED)
 
 
 class TestFsdpAutoListedExperts(StrategyConformance):
