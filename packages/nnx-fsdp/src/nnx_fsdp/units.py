@@ -118,13 +118,11 @@ def modules_by_choice(root: nn.Module, by_choice: object) -> set[nn.Module]:
         >>> len(modules_by_choice(model, ["experts"]))
         3
     """
-    entries = [by_choice] if isinstance(by_choice, (str, type)) else by_choice
-    if not isinstance(entries, Iterable):
-        entries = () if entries is None else (entries,)
+    several = isinstance(by_choice, Iterable) and not isinstance(by_choice, (str, type))
+    entries: list[object] = [] if by_choice is None else list(by_choice) if several else [by_choice]  # type: ignore[call-overload]
     named = dict(root.named_modules(remove_duplicate=False))
-    by_name, by_class = [], []
-    for entry in entries:
-        (by_name if isinstance(entry, str) and entry and entry in named else by_class).append(entry)
+    by_name = [entry for entry in entries if isinstance(entry, str) and entry and entry in named]
+    by_class = [entry for entry in entries if entry not in by_name]
     layers = Layers(by_class, option="by_choice")
     layers.check(root)
     chosen = [*(named[name] for name in by_name), *(module for module in root.modules() if module in layers)]
