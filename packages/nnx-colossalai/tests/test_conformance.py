@@ -27,9 +27,34 @@ class TestColossalAIHabits(StrategyConformance):
     strategy = "colossalai"
     options = STREAMED
     only = (
-        *("swapped_experts", "layer_of_one_rank", "experts_in_a_list", "head_per_task", "skipped_blocks"),
         *("gradient_hooks", "assigned_weights", "pruned_by_lightning", "parametrized", "functional_call"),
     )
+
+
+class TestColossalAIBranches(StrategyConformance):
+    """Layers that ranks choose between are no chunks."""
+
+    strategy = "colossalai"
+    options = {**STREAMED, "by_choice": ["left", "right"]}  # noqa: RUF012
+    only = ("swapped_experts", "layer_of_one_rank")
+
+
+class TestColossalAIListedExperts(StrategyConformance):
+    strategy = "colossalai"
+    options = {**STREAMED, "by_choice": ["listed"]}  # noqa: RUF012
+    only = ("experts_in_a_list",)
+
+
+class TestColossalAIHeads(StrategyConformance):
+    strategy = "colossalai"
+    options = {**STREAMED, "by_choice": ["heads"]}  # noqa: RUF012
+    only = ("head_per_task",)
+
+
+class TestColossalAISkippedBlocks(StrategyConformance):
+    strategy = "colossalai"
+    options = {**STREAMED, "by_choice": ["blocks"]}  # noqa: RUF012
+    only = ("skipped_blocks",)
 
 
 class TestColossalAICpu(StrategyConformance):

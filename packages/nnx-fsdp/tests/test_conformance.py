@@ -8,13 +8,35 @@ checkpoints are in `tests/test_resume_matrix.py`.
 from __future__ import annotations
 
 from nnx_conformance import StrategyConformance
+from nnx_conformance.runner import select_checks
 
 UNITS = {"min_num_params": 100}
+LISTED = ("experts_in_a_list", "experts_of_any_shape")
+SKIPPED = ("skipped_blocks",)
 
 
 class TestFsdpAuto(StrategyConformance):
+    """Without what needs `by_choice`, which the classes below give."""
+
     strategy = "fsdp_auto"
     options = UNITS
+    only = tuple(check.name for check in select_checks() if check.name not in LISTED + SKIPPED)
+
+
+class TestFsdpAutoListedExperts(StrategyConformance):
+    """The experts would be units, which ranks call in another order."""
+
+    strategy = "fsdp_auto"
+    options = {**UNITS, "by_choice": ["listed"]}  # noqa: RUF012
+    only = LISTED
+
+
+class TestFsdpAutoSkippedBlocks(StrategyConformance):
+    """The blocks would be units, and each rank skips another one."""
+
+    strategy = "fsdp_auto"
+    options = {**UNITS, "by_choice": ["blocks"]}  # noqa: RUF012
+    only = SKIPPED
 
 
 class TestFsdpManual(StrategyConformance):

@@ -7,7 +7,7 @@ from torch import nn
 
 from nnx_core.errors import OptionError
 from nnx_core.view.modules import Layers
-from nnx_fsdp.units import choose_units, tied_across
+from nnx_fsdp.units import choose_units, options_by_choice, remedy_by_choice, tied_across
 
 
 def _names(model: nn.Module, **options: object) -> list[str]:
@@ -114,3 +114,48 @@ def test_a_name_of_no_module_is_refused_with_the_nearest() -> None:
     with pytest.raises(OptionError, match=r"names 'Conv2d'.* a class that the model has: Block\."):
         Layers("Conv2d", option="x").check(model)
     assert _names(model, policy="Block") == ["0"]
+
+
+class Mixture(nn.Module):
+    """A block with experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+
+class Model(nn.Module):
+    """Blocks with experts inside, and experts of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixture() for _ in range(2))
+        self.listed = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+
+
+LISTED = [f"listed.{i}.{j}" for i in range(2) for j in range(2)]
+
+
+@pytest.mark.parametrize("by_choice", ["listed", ["listed"], nn.Sequential, "Sequential"])
+def test_layers_of_by_choice_and_what_is_in_them_are_no_units(by_choice: object) -> None:
+    assert sorted(_names(Model(), min_num_params=1)) == ["blocks.0", "blocks.1", *LISTED]
+    assert _names(Model(), min_num_params=1, by_choice=by_choice) == ["blocks.0", "blocks.1"]
+    assert _names(Model(), policy=[Mixture, nn.Linear], by_choice=by_choice)[-2:] == ["blocks.0", "blocks.1"]
+    choice = choose_units(Model(), min_num_params=1, by_choice=[Mixture, "listed"])
+    assert not choice.units
+    assert choice.reason.endswith("layers of by_choice are no units")
+
+
+def test_what_by_choice_names_must_exist() -> None:
+    with pytest.raises(OptionError, match="by_choice names 'lsted', and no module of Model"):
+        choose_units(Model(), by_choice=["lsted"])
+
+
+def test_the_remedy_names_the_list_and_works() -> None:
+    options = options_by_choice(Model(), LISTED)
+    message = (
+        "rank 0 came to the gather of listed.0.0; rank 1 came to the reduction of listed.1.1's gradients."
+    )
+    assert remedy_by_choice(options, message).endswith('pass by_choice=["listed"].')
+    assert remedy_by_choice(options, "rank 0 came to the end of the step.") == ""
+    assert options_by_choice(nn.Sequential(nn.Linear(2, 2)), ["0"]) == {"0": "Linear"}

@@ -116,7 +116,12 @@ class Placing:
         with together(control_group(), doing="finding chunks"):
             least, most = self._bounds(module)
             find = partial(
-                find_units, module, policy=self._options.auto_wrap_policy, min_numel=least, max_numel=most
+                find_units,
+                module,
+                policy=self._options.auto_wrap_policy,
+                min_numel=least,
+                max_numel=most,
+                by_choice=self._options.by_choice,
             )
             found = find()
             doubtful = doubtful_units(

@@ -141,6 +141,11 @@ class ColossalAIOptions:
         "bool. By default repeated layers and large leaves such as embeddings.",
         layers=True,
     )
+    by_choice: LayerClasses | None = option(
+        None,
+        help="Modules that a forward chooses between, such as experts: their names as `named_modules` has "
+        "them, or layer classes or their names. They are never chunks, nor is anything in them.",
+    )
     min_num_params: int | None = option(
         None, help="As min_chunk_size, in elements; give one of them.", types=(int,)
     )

@@ -59,7 +59,7 @@ from nnx_fsdp.agreement import REMEDY, ReplicatedParameters, StepAgreement, unsh
 from nnx_fsdp.optimizer_state import PartsOfState, StateAfterwards, shard_state
 from nnx_fsdp.options import FSDPOptions
 from nnx_fsdp.parts import gather
-from nnx_fsdp.units import UnitChoice, choose_units
+from nnx_fsdp.units import UnitChoice, choose_units, options_by_choice, remedy_by_choice
 from nnx_fsdp.weights import Weights
 
 __all__ = [
@@ -201,6 +201,7 @@ class FSDPBackend(Backend[FSDPOptions]):
         self._mesh: DeviceMesh | None = None
         self._states = HiddenStates()
         self._order: CollectiveOrder | None = None
+        self._by_choice: dict[str, str] = {}
 
     def setup(self, context: ParallelContext) -> None:
         """Make the mesh: one axis, or (replicate, shard) for hybrid sharding."""
@@ -293,7 +294,10 @@ class FSDPBackend(Backend[FSDPOptions]):
         """Let the ranks agree on what they do in a step, from now on."""
         if self._order is None:
             wait = 30.0 if self.options.compile is False else 600.0
-            self._order = CollectiveOrder(remedy=REMEDY, wait=wait)
+            self._order = CollectiveOrder(remedy=partial(_remedy, self._by_choice), wait=wait)
+        if self.options.auto_wrap:
+            names = [name for name, part in root.named_modules() if name and isinstance(part, FSDPModule)]
+            self._by_choice |= options_by_choice(root, names)
         assert layout.replicated is not None  # `_shard_root` made them
         index = len(self._layouts) - 1
         layout.agreement = StepAgreement(root, units, layout.replicated, self._order, index=index)
@@ -302,7 +306,12 @@ class FSDPBackend(Backend[FSDPOptions]):
         if not self.options.auto_wrap:
             return UnitChoice((), "wrap() in configure_model chose them")
         policy = self.options.auto_wrap_policy
-        return choose_units(root, policy=policy, min_num_params=self.options.min_num_params)
+        return choose_units(
+            root,
+            policy=policy,
+            min_num_params=self.options.min_num_params,
+            by_choice=self.options.by_choice,
+        )
 
     def _shard_unit(self, unit: nn.Module, *, name: str) -> None:
         self._prepare(unit, name=name)
@@ -608,6 +617,11 @@ class FSDPBackend(Backend[FSDPOptions]):
         """Restore the shards that this rank holds, and what it owns."""
         with self.stepping(), self._states.shown(optimizer):
             self._owner_ranks.load(self, module, optimizer, saved)
+
+
+def _remedy(options: Mapping[str, str], message: str) -> str:
+    """The way out where ranks reach units in another order."""
+    return f"{remedy_by_choice(options, message)} {REMEDY}".lstrip()
 
 
 def _recovering(module: nn.Module) -> AbstractContextManager[None]:

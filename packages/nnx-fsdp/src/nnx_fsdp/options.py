@@ -56,6 +56,11 @@ class FSDPOptions:
         "bool. By default repeated layers are found in the model, and the choice is printed with its reason.",
         layers=True,
     )
+    by_choice: LayerClasses | None = option(
+        None,
+        help="Modules that a forward chooses between, such as experts: their names as `named_modules` has "
+        "them, or layer classes or their names. They are never units, nor is anything in them.",
+    )
     min_num_params: int | None = option(
         None,
         help="Modules with fewer parameters are never a unit of their own. By default 100,000 when units "
@@ -118,4 +123,9 @@ class FSDPOptions:
             raise OptionError(
                 "auto_wrap_policy has no effect with manual wrapping.",
                 remedy="Use strategy 'fsdp_auto', or call `wrap()` in `configure_model` without a policy.",
+            )
+        if not self.auto_wrap and self.by_choice is not None:
+            raise OptionError(
+                "by_choice has no effect with manual wrapping.",
+                remedy="Use strategy 'fsdp_auto', or do not `wrap()` what a forward chooses between.",
             )

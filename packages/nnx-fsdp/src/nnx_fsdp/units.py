@@ -1,272 +1,26 @@
 """Which modules are sharded together: the choice of units, and the reason for it.
 
-A unit is gathered and freed as one, so it should be one layer of a deep model: large enough to make its
-collective worthwhile, small enough that one or two at a time fit beside the shards.
+The rule: units are the outermost layers that repeat, which are layers of one class, side by side in a
+ModuleList, ModuleDict or Sequential, of at least `min_num_params` parameters each. Layers inside a unit,
+experts in a block among them, are gathered and freed with it.
 
-Some modules a forward chooses between: experts, a head per task, a branch for some samples. Ranks have
-different data, so such a module may run on some ranks only, and nothing may be gathered when it does. Whether
-a forward chooses is read off its source, as an example input would show one choice only::
-
-    for block in self.blocks:            # in order: every rank calls each of them
-        x = block(x)
-    for index, expert in enumerate(self.experts):
-        if (route == index).any():       # by choice
-            ...
-    self.heads[task](x)                  # by choice
-    run(expert, x) ; run(self.experts, x)  # nobody knows what `run` does: by choice
-
-Conditions on what modules and configurations hold (``if self.training``, ``if mask is None``) are the
-same on all ranks. What cannot be read counts as called in order, unless it is named after experts: a
-wrong guess costs memory one way, and an error that names the module the other way
-(`nnx_core.agree.collective_order.CollectiveOrder`).
+Every rank must call the units in one order. Layers that a forward chooses between (`by_choice`) are no units,
+nor is anything in them: they belong to the unit that holds them, or to the root. Where ranks reach units in
+another order, `nnx_core.agree.collective_order.CollectiveOrder` refuses, and `remedy_by_choice` names the
+option.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cache
-from types import FunctionType
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from torch import nn
 
 from nnx_core.errors import OptionError
 from nnx_core.view.modules import Layers
-
-_OF_DATA = {
-    "all",
-    "any",
-    "count_nonzero",
-    "item",
-    "len",
-    "max",
-    "min",
-    "nonzero",
-    "numel",
-    "size",
-    "sum",
-    "tolist",
-}
-_HARMLESS = {
-    "enumerate",
-    "isinstance",
-    "iter",
-    "len",
-    "list",
-    "next",
-    "print",
-    "range",
-    "reversed",
-    "tuple",
-    "zip",
-}
-_LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.")
-
-
-def called_by_choice(root: nn.Module) -> set[nn.Module]:
-    """Modules under `root` that a forward chooses between, with everything inside of them."""
-    found: set[nn.Module] = set()
-    for module in root.modules():
-        read = _read(type(module))  # type: ignore[arg-type] # a class can be hashed
-        for name, child in module.named_children():
-            is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict))
-            is_expert = "expert" in name.lower() and name not in read.in_order
-            if name in read.by_choice or (is_list and (is_expert or name in read.passed)):
-                found.update(child.modules())
-    return found
-
-
-@dataclass(slots=True)
-class _Uses:
-    """What methods do with attributes of their instance.
-
-    Attributes:
-        by_choice: Used on a condition on data, or with an index of data, or with elements given away.
-        in_order: With elements that are used one after the other.
-        passed: Given away as they are.
-    """
-
-    by_choice: set[str] = field(default_factory=set)
-    in_order: set[str] = field(default_factory=set)
-    passed: set[str] = field(default_factory=set)
-
-
-@cache
-def _read(cls: type[nn.Module]) -> _Uses:
-    uses = _Uses()
-    for method in _methods(cls):
-        _read_method(method, uses)
-    uses.in_order -= uses.by_choice
-    return uses
-
-
-def _methods(cls: type[nn.Module]) -> Iterator[FunctionType]:
-    """Those of the user's own classes, without what is overridden by a method that does not call it."""
-    overridden: set[str] = set()
-    for base in cls.__mro__:
-        if base is object or f"{base.__module__}.".startswith(_LIBRARIES):
-            continue
-        for name, method in vars(base).items():
-            if isinstance(method, FunctionType) and name != "__init__" and name not in overridden:
-                yield method
-                if "super" not in method.__code__.co_names:
-                    overridden.add(name)
-
-
-def _read_method(method: FunctionType, uses: _Uses) -> None:
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-    except (OSError, TypeError, SyntaxError):  # made at run time
-        return
-    function = tree.body[0]
-    if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and function.args.args:
-        reader = _Reader(function.args.args[0].arg, uses)
-        for statement in function.body:
-            reader.visit(statement)
-
-
-class _Reader(ast.NodeVisitor):
-    """Walks over one method.
-
-    Args:
-        own: The name that the method gives its instance.
-        uses: Filled.
-    """
-
-    def __init__(self, own: str, uses: _Uses) -> None:
-        self._uses = uses
-        self._own = own
-        self._elements: dict[str, set[str]] = {}  # variables, and the attributes that they come from
-        self._counters: set[str] = set()
-        self._conditions = 0
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        if self._is_own(node) and self._conditions:
-            self._uses.by_choice.add(node.attr)
-        self.generic_visit(node)
-
-    def visit_Name(self, node: ast.Name) -> None:
-        (self._uses.by_choice if self._conditions else self._uses.in_order).update(
-            self._elements.get(node.id, ())
-        )
-
-    def visit_Subscript(self, node: ast.Subscript) -> None:
-        if self._is_own(node.value):
-            attribute = node.value.attr  # type: ignore[attr-defined] # `_is_own` says so
-            names = {part.id for part in ast.walk(node.slice) if isinstance(part, ast.Name)}
-            is_fixed = isinstance(node.slice, ast.Slice) or names <= self._counters | {self._own}
-            (self._uses.in_order if is_fixed else self._uses.by_choice).add(attribute)
-        self.generic_visit(node)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
-        taken = [value.value if isinstance(value, ast.Subscript) else value for value in values]
-        attributes = {value.attr for value in taken if self._is_own(value)}  # type: ignore[attr-defined]
-        self.visit(node.value)
-        for part in ast.walk(ast.Tuple(node.targets)):
-            if isinstance(part, ast.Name):
-                self._elements[part.id] = attributes
-
-    def visit_Call(self, node: ast.Call) -> None:
-        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if called not in _HARMLESS and "checkpoint" not in called:
-            for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
-                if isinstance(argument, ast.Name):
-                    self._uses.by_choice.update(self._elements.get(argument.id, ()))
-                elif isinstance(argument, ast.Subscript) and self._is_own(argument.value):
-                    self._uses.by_choice.add(argument.value.attr)  # type: ignore[attr-defined]
-                elif self._is_own(argument):
-                    self._uses.passed.add(argument.attr)  # type: ignore[attr-defined]
-        self.generic_visit(node)
-
-    def visit_For(self, node: ast.For) -> None:
-        self._enter_loop(node.target, node.iter)
-        skipping = any(_leaves_loop(statement) for statement in node.body)
-        self._visit_under(skipping, node.body)
-        self._visit_under(False, node.orelse)
-
-    def _visit_comprehension(
-        self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp
-    ) -> None:
-        for loop in node.generators:
-            self._enter_loop(loop.target, loop.iter)
-        parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-        self._visit_under(any(_is_of_data(test) for loop in node.generators for test in loop.ifs), parts)
-
-    visit_ListComp = _visit_comprehension  # noqa: N815 (ast's names)
-    visit_GeneratorExp = _visit_comprehension  # noqa: N815
-    visit_SetComp = _visit_comprehension  # noqa: N815
-    visit_DictComp = _visit_comprehension  # noqa: N815
-
-    def visit_If(self, node: ast.If | ast.While) -> None:
-        self.visit(node.test)
-        self._visit_under(_is_of_data(node.test), [*node.body, *node.orelse])
-
-    visit_While = visit_If  # noqa: N815
-
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self.visit(node.test)
-        self._visit_under(_is_of_data(node.test), [node.body, node.orelse])
-
-    def _visit_under(self, condition: bool, nodes: list[ast.stmt] | list[ast.expr]) -> None:
-        self._conditions += condition
-        for node in nodes:
-            self.visit(node)
-        self._conditions -= condition
-
-    def _enter_loop(self, target: ast.expr, over: ast.expr) -> None:
-        variables = {part.id for part in ast.walk(target) if isinstance(part, ast.Name)}
-        attributes = {part.attr for part in ast.walk(over) if self._is_own(part)}  # type: ignore[attr-defined]
-        for variable in variables:
-            self._elements[variable] = attributes
-        called = {
-            part.func.id
-            for part in ast.walk(over)
-            if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)
-        }
-        names = {part.id for part in ast.walk(over) if isinstance(part, ast.Name)}
-        if "range" in called or names <= {self._own, *called}:
-            self._counters |= variables
-        if not attributes:
-            self.visit(over)
-
-    def _is_own(self, node: ast.AST) -> bool:
-        return (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == self._own
-        )
-
-
-def _is_of_data(test: ast.expr) -> bool:
-    """Whether a condition looks into tensors or at how much of something there is."""
-    for part in ast.walk(test):
-        if isinstance(part, ast.Attribute) and part.attr in ("shape", *_OF_DATA):
-            return True
-        if isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and part.func.id in _OF_DATA:
-            return True
-    return False
-
-
-def _leaves_loop(statement: ast.stmt) -> bool:
-    """Whether it goes on with the next round, or ends the loop, on a condition on data."""
-    if isinstance(statement, ast.If):
-        inside = list(_same_loop([*statement.body, *statement.orelse]))
-        leaves = any(isinstance(part, (ast.Continue, ast.Break, ast.Return)) for part in inside)
-        return (leaves and _is_of_data(statement.test)) or any(map(_leaves_loop, statement.body))
-    return False
-
-
-def _same_loop(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
-    for statement in statements:
-        yield statement
-        if isinstance(statement, ast.If):
-            yield from _same_loop([*statement.body, *statement.orelse])
-
 
 DEFAULT_MIN_NUM_PARAMS = 100_000
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -298,7 +52,13 @@ class UnitChoice:
         )
 
 
-def choose_units(root: nn.Module, *, policy: object = None, min_num_params: int | None = None) -> UnitChoice:
+def choose_units(
+    root: nn.Module,
+    *,
+    policy: object = None,
+    min_num_params: int | None = None,
+    by_choice: object = None,
+) -> UnitChoice:
     """Choose the modules under `root` to be sharded as units.
 
     Args:
@@ -306,30 +66,35 @@ def choose_units(root: nn.Module, *, policy: object = None, min_num_params: int 
         policy: Layer class or classes, by their names too, or a function from module to bool; None finds
             repeated layers.
         min_num_params: Smaller modules are left to the unit above them.
+        by_choice: Modules that a forward chooses between, see `modules_by_choice`: no units.
 
     Raises:
-        OptionError: The policy is of the wrong type or matches nothing.
+        OptionError: The policy is of the wrong type or matches nothing, or `by_choice` names nothing.
 
     Example:
         >>> model = nn.Sequential(*(nn.Linear(400, 400) for _ in range(3)))
         >>> [name for name, _ in choose_units(model).units]
         ['0', '1', '2']
     """
+    left = modules_by_choice(root, by_choice)
     if policy is None:
-        return _repeated_layers(root, DEFAULT_MIN_NUM_PARAMS if min_num_params is None else min_num_params)
+        minimum = DEFAULT_MIN_NUM_PARAMS if min_num_params is None else min_num_params
+        return _repeated_layers(root, minimum, left)
     minimum = min_num_params or 0
     if isinstance(policy, (str, type, list, tuple, set, frozenset)):
         layers = Layers(policy, option="auto_wrap_policy")
         layers.check(root)
-        choice = _matching(root, lambda module: module in layers, minimum, f"auto_wrap_policy names {layers}")
+        wanted: Callable[[nn.Module], bool] = layers.__contains__
+        reason = f"auto_wrap_policy names {layers}"
     elif callable(policy):
-        choice = _matching(root, policy, minimum, "auto_wrap_policy, a function, chose them")
+        wanted, reason = policy, "auto_wrap_policy, a function, chose them"
     else:
         raise OptionError(
             f"auto_wrap_policy={policy!r} is of type {type(policy).__name__}.",
             remedy="Pass a layer class or its name, several, or a function from module to bool.",
         )
-    if not choice.units:
+    choice = _matching(root, wanted, minimum, reason, left)
+    if not choice.units and not left:
         raise OptionError(
             f"auto_wrap_policy matches no module of {type(root).__name__} with at least {minimum:,} "
             "parameters.",
@@ -338,26 +103,102 @@ def choose_units(root: nn.Module, *, policy: object = None, min_num_params: int 
     return choice
 
 
-def _matching(root: nn.Module, wanted: Callable[[nn.Module], bool], minimum: int, reason: str) -> UnitChoice:
+def modules_by_choice(root: nn.Module, by_choice: object) -> set[nn.Module]:
+    """Find the modules that a forward chooses between, with all modules inside them.
+
+    Args:
+        root: The whole model.
+        by_choice: Names of modules as `named_modules` has them, layer classes, or names of classes; one or
+            several. None: none.
+
+    Raises:
+        OptionError: A name is of no module and of no class of a module, or an entry is neither.
+
+    Example:
+        >>> model = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(2))})
+        >>> len(modules_by_choice(model, ["experts"]))
+        3
+    """
+    several = isinstance(by_choice, Iterable) and not isinstance(by_choice, (str, type))
+    entries: list[object] = [] if by_choice is None else list(by_choice) if several else [by_choice]  # type: ignore[call-overload]
+    named = dict(root.named_modules(remove_duplicate=False))
+    by_name = [entry for entry in entries if isinstance(entry, str) and entry and entry in named]
+    by_class = [entry for entry in entries if entry not in by_name]
+    layers = Layers(by_class, option="by_choice")
+    layers.check(root)
+    chosen = [*(named[name] for name in by_name), *(module for module in root.modules() if module in layers)]
+    return {inside for module in chosen if module is not root for inside in module.modules()}
+
+
+def options_by_choice(root: nn.Module, units: Iterable[str]) -> dict[str, str]:
+    """Name, for each unit, the entry of `by_choice` that keeps it and its siblings from being units.
+
+    It is the outermost of the containers around the unit, or the unit where it is in none; in a root that is
+    a container, the class of the unit.
+
+    Args:
+        root: The whole model.
+        units: Names of the units.
+
+    Example:
+        >>> options_by_choice(nn.Sequential(nn.Linear(2, 2)), ["0"])
+        {'0': 'Linear'}
+    """
+    return {name: _held_by(root, name) for name in units}
+
+
+def _held_by(root: nn.Module, unit: str) -> str:
+    held = unit
+    while held:
+        above = held.rpartition(".")[0]
+        if not isinstance(root.get_submodule(above), _CONTAINERS):
+            return held
+        held = above
+    return type(root.get_submodule(unit)).__name__
+
+
+def remedy_by_choice(options: Mapping[str, str], message: str) -> str:
+    """Say which `by_choice` keeps the units that an error names from being units; empty if it names none.
+
+    Args:
+        options: See `options_by_choice`.
+        message: The error of a `CollectiveOrder`.
+
+    Example:
+        >>> message = "rank 0 came to the gather of experts.0; rank 1 came to the gather of experts.1."
+        >>> remedy_by_choice({"experts.0": "experts", "experts.1": "experts"}, message)
+        'If the forward chooses between layers of experts, pass by_choice=["experts"].'
+    """
+    found = re.findall(r"(?:gather|reduction) of ([^\s;,']*[^\s;,'.])", message)
+    names = dict.fromkeys(options[name] for name in found if name in options)
+    if not names:
+        return ""
+    listed = ", ".join(f'"{name}"' for name in names)
+    return f"If the forward chooses between layers of {' and '.join(names)}, pass by_choice=[{listed}]."
+
+
+def _matching(
+    root: nn.Module,
+    wanted: Callable[[nn.Module], bool],
+    minimum: int,
+    reason: str,
+    left: Collection[nn.Module],
+) -> UnitChoice:
     units = [
         (name, module)
         for name, module in root.named_modules()
         if module is not root
         and not isinstance(module, _CONTAINERS)
+        and module not in left
         and wanted(module)
         and _is_unit(module, minimum)
     ]
     return UnitChoice(_bottom_up(_without_tied(root, units)), reason)
 
 
-def _repeated_layers(root: nn.Module, minimum: int) -> UnitChoice:
-    """Layers of one class that repeat inside a container: blocks of a transformer, stages of a CNN.
-
-    Experts repeat as well, but a forward chooses between them: they are gathered with what is around them.
-    """
+def _repeated_layers(root: nn.Module, minimum: int, left: Collection[nn.Module]) -> UnitChoice:
+    """Choose the outermost layers of one class that repeat side by side, without those in `left`."""
     repeated: list[tuple[str, nn.Module]] = []
-    by_choice = called_by_choice(root)
-    left: list[tuple[str, nn.Module]] = []
     for name, container in root.named_modules():
         inside_a_unit = any(name.startswith(f"{unit}.") for unit, _ in repeated)
         if inside_a_unit or not isinstance(container, _CONTAINERS):
@@ -366,22 +207,22 @@ def _repeated_layers(root: nn.Module, minimum: int) -> UnitChoice:
         for child_name, child in container.named_children():
             by_class[type(child)].append((f"{name}.{child_name}" if name else child_name, child))
         for layers in by_class.values():
-            large = [layer for layer in layers if _is_unit(layer[1], minimum)]
             if len(layers) > 1 and not isinstance(layers[0][1], _CONTAINERS):
-                (left if container in by_choice else repeated).extend(large)
-    untied = _without_tied(root, repeated)
-    beside = f"; {left[0][0]} and {len(left) - 1} more are called by choice and are no units" if left else ""
+                repeated += [layer for layer in layers if _is_unit(layer[1], minimum)]
+    chosen = [unit for unit in repeated if unit[1] not in left]
+    beside = "; layers of by_choice are no units" if left else ""
+    untied = _without_tied(root, chosen)
     if untied:
         return UnitChoice(
             _bottom_up(untied),
             f"they repeat in a container and have at least {minimum:,} parameters each{beside}",
         )
-    if repeated:
+    if chosen:
         return UnitChoice((), f"every repeated layer shares parameters with modules outside of it{beside}")
-    if left:
-        return UnitChoice((), f"its repeated layers, such as {left[0][0]}, are called by choice")
     return UnitChoice(
-        (), f"not split: no layers of min_num_params={minimum:,} or more parameters repeat in a container"
+        (),
+        f"not split: no layers of min_num_params={minimum:,} or more parameters repeat in a container"
+        f"{beside}",
     )
 
 

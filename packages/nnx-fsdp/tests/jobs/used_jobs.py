@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nnx_conformance.checks.habits_ranks import Routed
+from nnx_conformance.checks.habits_ranks import Routed, only_for
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import WIDTH, Block, Outcome, Task
 from nnx_conformance.training import fit
@@ -46,16 +46,45 @@ class BlocksByChoice(Routed):
         self.left, self.right = Block(), Block()  # type: ignore[assignment]
 
 
+class Mixture(nn.Module):
+    """A block whose experts a router chooses between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, hidden: Tensor, chosen: Tensor) -> Tensor:
+        """Pass each row through the expert of its number."""
+        parts = [only_for(chosen == number, expert, hidden) for number, expert in enumerate(self.experts)]
+        return hidden + torch.stack(parts).sum(0)
+
+
+class ExpertsInBlocks(Routed):
+    """Repeated blocks, which all ranks call in order, with experts inside that ranks choose between."""
+
+    def build(self) -> None:
+        """Mixtures in the place of blocks."""
+        super().build()
+        self.blocks = nn.ModuleList(Mixture() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Route by the first feature."""
+        hidden = self.embed(x) + self.left(self.embed(x)) + self.right(self.embed(x))
+        for block in self.blocks:
+            hidden = block(hidden, (x[:, 0] > 0).long())
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
 def train(strategy: str, options: dict[str, Any], model: type[Routed], **settings: Any) -> Outcome:
     """Train for a few steps."""
     module = Task(model=model, steps=4, **settings).module()
     return fit(Subject(strategy, options=options), module.task, module=module)
 
 
-def refuse(strategy: str, options: dict[str, Any]) -> str:
+def refuse(strategy: str, options: dict[str, Any], model: type[Routed] = BlocksByChoice) -> str:
     """What the error says on this rank."""
     try:
-        train(strategy, options, BlocksByChoice)
+        train(strategy, options, model)
     except UnsupportedError as error:
         return str(error)
     return "it trained"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from nnx_core.errors import OptionError
-from nnx_fsdp.units import DEFAULT_MIN_NUM_PARAMS, called_by_choice, choose_units
+from nnx_fsdp.units import DEFAULT_MIN_NUM_PARAMS, choose_units, modules_by_choice
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _DIVISIBLE = (*_LISTS, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
@@ -52,6 +52,7 @@ def find_units(
     min_numel: int | None = None,
     max_numel: int | None = None,
     leave: Collection[str] = (),
+    by_choice: object = None,
 ) -> tuple[FoundUnit, ...]:
     """Choose the units of a model, in the order of definition; the root is always the last.
 
@@ -67,6 +68,7 @@ def find_units(
         max_numel: Units of more elements are divided among the modules they call, as far as they call any.
         leave: Names of modules that must not be units, nor anything in them, because their weights are used
             while they do not run.
+        by_choice: Modules that a forward chooses between: see `nnx_fsdp.units.modules_by_choice`.
 
     Raises:
         OptionError: The policy is of the wrong type or matches nothing, or the bounds contradict each other.
@@ -77,9 +79,9 @@ def find_units(
         [('0', 160400), ('2', 160400), ('', 802)]
     """
     least = _least(min_numel, max_numel, policy)
-    by_choice = called_by_choice(root) if policy is None else set()
-    tree = _Tree(root, left=leave, by_choice=by_choice)
-    chosen = [module for _, module in choose_units(root, policy=policy, min_num_params=least).units]
+    tree = _Tree(root, left=leave, by_choice=modules_by_choice(root, by_choice))
+    choice = choose_units(root, policy=policy, min_num_params=least, by_choice=by_choice)
+    chosen = [module for _, module in choice.units]
     units = {tree.name_of(module): module for module in chosen if tree.can_be_unit(module)}
     if policy is None:
         units |= _large_parts(tree, root, units, least)

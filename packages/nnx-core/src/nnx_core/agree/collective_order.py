@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from nnx_core.agree.rank_failures import is_of_connection
+from nnx_core.agree.rank_failures import Remedy, is_of_connection
 from nnx_core.agree.stall_watch import StallWatch
 from nnx_core.agree.store_questions import Questions
 from nnx_core.errors import NnxError
@@ -90,7 +90,7 @@ class CollectiveOrder:
     What all ranks know is the same on each of them at any time: it changes only by such an agreement.
 
     Args:
-        remedy: Ends the error's message: the way out.
+        remedy: Ends the error's message: the way out; or a function that makes it of the message.
         wait: Seconds that ranks may be apart within a step that takes a new turn.
         ranks: Those whose collectives these are; all by default. The other ranks may do something else in
             the meantime, but an error on one rank is that of every rank of the world.
@@ -113,7 +113,7 @@ class CollectiveOrder:
     def __init__(
         self,
         *,
-        remedy: str,
+        remedy: Remedy,
         wait: float = 30.0,
         ranks: Sequence[int] | None = None,
         is_of_engine: bool = True,

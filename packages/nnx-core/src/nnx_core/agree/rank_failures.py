@@ -10,15 +10,18 @@ A posted error is a line: its kind, the message, and a remedy that may follow. T
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from nnx_base.ranks import ask_store
 from nnx_core.errors import NnxError, RankLostError, UnsupportedError, is_lost_connection
+
+Remedy: TypeAlias = "str | Callable[[str], str]"
+"""A remedy, or a function that makes one of an error's message."""
 
 ANSWER = 5.0
 """Seconds in which a store that can be reached has answered, on a machine under load too."""
@@ -44,13 +47,14 @@ class RankFailures:
 
     Args:
         key: Begins the keys in the store; empty where there is one process.
-        remedy: Ends the message of an error that was posted without a remedy.
+        remedy: Ends the message of an error that was posted without a remedy; or a function that makes it of
+            the message.
 
     Attributes:
         cause: The error that `notice` has read; empty until then.
     """
 
-    def __init__(self, key: str, remedy: str) -> None:
+    def __init__(self, key: str, remedy: Remedy) -> None:
         self._key, self._remedy = key, remedy
         self.cause = ""
 
@@ -109,7 +113,9 @@ class RankFailures:
         if kind == "ended":
             return NnxError(f"{rest}.", remedy=_REMEDY_OF_ERRORS)
         message, _, remedy = rest.partition(REMEDY)
-        return UnsupportedError(message, remedy=remedy or self._remedy)
+        if not remedy:
+            remedy = self._remedy if isinstance(self._remedy, str) else self._remedy(message)
+        return UnsupportedError(message, remedy=remedy)
 
     def read(self, store: Store) -> str:
         """Return the line in the store; empty if no rank has posted an error."""

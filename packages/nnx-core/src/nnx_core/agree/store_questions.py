@@ -29,7 +29,7 @@ from nnx_base.ranks import (
     is_distributed,
 )
 from nnx_core.agree.announced_waits import announced
-from nnx_core.agree.rank_failures import ANSWER, REMEDY, RankFailures
+from nnx_core.agree.rank_failures import ANSWER, REMEDY, RankFailures, Remedy
 from nnx_core.errors import NnxError
 
 _BETWEEN_STEPS = 600.0
@@ -54,7 +54,7 @@ class Questions:
     Collective: made by every rank at the same point.
 
     Args:
-        remedy: Ends the error's message where ranks differ.
+        remedy: Ends the error's message where ranks differ; or a function that makes it of the message.
         wait: Seconds that ranks may be apart within a step.
         ranks: The ranks that compare; None for all.
 
@@ -65,7 +65,7 @@ class Questions:
         failures: The error that one rank posts for all.
     """
 
-    def __init__(self, *, remedy: str, wait: float, ranks: Sequence[int] | None) -> None:
+    def __init__(self, *, remedy: Remedy, wait: float, ranks: Sequence[int] | None) -> None:
         self._wait = wait
         self._key, self._hosts = "", list[str]()
         self.ranks = list(ranks or ())
