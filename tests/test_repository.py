@@ -181,6 +181,11 @@ def test_no_source_file_grows_beyond_what_one_reads_at_a_sitting():
     assert {name: count for name, count in lines.items() if count > FILE_LINES} == {}
 
 
+def test_no_file_is_divided_by_banners() -> None:
+    found = [path for path in SOURCES if re.search(r"^ *# -{3}", path.read_text(), re.MULTILINE)]
+    assert found == [], "a file has one subject; with two it is two files"
+
+
 def test_no_modules_import_one_another_in_circles_not_even_in_functions_or_for_types():
     names = [folder.parent.name for package in PACKAGES for folder in package.glob("src/*/__init__.py")]
     found = grimp.build_graph(names[0], *names[1:], cache_dir=None)

@@ -1,6 +1,4 @@
-"""Budgets of memory and rates of transfer.
-
-What a rank may use and how fast it is: budgets from options or the machine, rates from its figures.
+"""Budgets of memory from options or the machine, and rates of transfer from its figures.
 
 The figures are measured once for the machine by `nnx_core.machine.calibration`. All ranks of a world use rank
 0's and the smallest of their budgets, so that they make the same plan.

@@ -1,7 +1,4 @@
-"""Compare results of runs.
-
-Comparisons that fail with what was seen: losses and weights against those of one plain process.
-"""
+"""Compare losses and weights with those of one plain process; a failure shows both."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ HARMLESS = {
         "import os, sys\nos.write(1, b'{'); os.write(2, b'{'); sys.__stdout__.write('{'); print('{')\n" + FINE
     ),
     "reads from the terminal": "try: input()\nexcept EOFError: pass\n" + FINE,
-    "asks who is there": "from nnx_core.names.plugins import inventory\nassert not inventory().specs\n"
+    "asks who is there": "from nnx_core.names.discovery import inventory\nassert not inventory().specs\n"
     + FINE,
 }
 

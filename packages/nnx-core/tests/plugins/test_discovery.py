@@ -246,7 +246,7 @@ def test_a_plugin_that_asks_for_the_inventory_while_it_is_loaded_gets_what_is_th
     site.provide("aa-first", "first")
     site.add(
         "bb-curious",
-        "from nnx_core.names.plugins import inventory\nanswer = inventory()\nseen = sorted(answer.specs)\n"
+        "from nnx_core.names.discovery import inventory\nanswer = inventory()\nseen = sorted(answer.specs)\n"
         + HOOK
         + f"return [{GOOD}]",
     )

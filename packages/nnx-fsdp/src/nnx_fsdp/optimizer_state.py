@@ -1,7 +1,4 @@
-"""The state of optimizers of sharded parameters.
-
-The state of optimizers: what user code sees of it while it is sharded, and where it comes from or goes.
-"""
+"""The state of optimizers of sharded parameters: what user code sees of it, and its shards."""
 
 from __future__ import annotations
 

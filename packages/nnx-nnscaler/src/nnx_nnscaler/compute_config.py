@@ -1,6 +1,4 @@
-"""nnScaler's `ComputeConfig`, translated into options.
-
-`ComputeConfig`: the fields by which Microsoft's nnScaler describes what a model is compiled for.
+"""nnScaler's `ComputeConfig`: the fields that describe what a model is compiled for.
 
 Every field means something here, or is refused with the reason and what to do instead; none is ignored.
 This module checks values; `NnScalerOptions` makes its choices from them. Standard library only.

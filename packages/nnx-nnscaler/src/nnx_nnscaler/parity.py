@@ -1,6 +1,4 @@
-"""Compare a program with the module that it was made from.
-
-Whether a program computes what the user's module computes: outputs and every gradient, rank by rank.
+"""Compare a program with the module that it was made from: outputs and every gradient, rank by rank.
 
 The ranks are threads of this process, so any number of them can be tried anywhere. Each gets a random
 state of its own that starts like that of one process, as ranks of a unit do.

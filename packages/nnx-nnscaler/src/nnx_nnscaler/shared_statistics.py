@@ -1,6 +1,4 @@
-"""Statistics that modules share over ranks.
-
-Statistics that modules share over ranks: over units, because the ranks of one unit see the same data.
+"""Statistics that modules share over ranks: over units, whose ranks see the same data.
 
 torchmetrics' metrics and `torch.nn.SyncBatchNorm` ask all ranks of the world. The ranks of a unit would
 be counted several times, so while a module is laid out they ask one rank of each unit. What the user has

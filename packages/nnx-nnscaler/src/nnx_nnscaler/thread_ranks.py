@@ -1,7 +1,4 @@
-"""Ranks as threads of one process.
-
-The collectives of a unit whose ranks are threads of one process, of which there may be any number.
-"""
+"""The collectives of a unit whose ranks are threads of one process, of which there may be any number."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What another format has no place for, kept beside its own contents.
 
-It is kept beside that format's own contents so that nothing is lost on the way back. It is the typed JSON
+So nothing is lost on the way back. It is the typed JSON
 of `nnx_checkpoint.format.codec`; tensors in it are stored under their logical names by whoever writes, and
 are referred to by name. So a file that carries it stays readable for programs that know nothing of it, and
 no pickle is needed.

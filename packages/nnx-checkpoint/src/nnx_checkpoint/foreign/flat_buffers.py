@@ -1,6 +1,6 @@
 """Ranges of flat buffers, which ZeRO and FSDP1 write.
 
-its like keep many tensors end to end in one buffer and cut that evenly, wherever the tensors begin. What
+They keep many tensors end to end in one buffer and cut that evenly, wherever the tensors begin. What
 one rank holds of a tensor is then a range of its elements, and a few boxes of it (`nnx_base.box`).
 What all elements share, such as the number of steps, is stored beside them.
 """

@@ -1,9 +1,7 @@
-"""Parts of sharded tensors that user code may look at.
+"""Parts of sharded tensors that user code may look at, and parameters that FSDP2 cannot shard.
 
-Parameters that FSDP2 cannot shard, in the working dtype while a step runs.
-
-Every rank holds them whole. In a step the modules have a copy in the working dtype in their place, cast
-within autograd: gradients arrive at the masters, in the masters' dtype, by themselves.
+Of the latter every rank holds the whole. In a step the modules have a copy in the working dtype in their
+place, cast within autograd: gradients arrive at the masters, in the masters' dtype, by themselves.
 """
 
 from __future__ import annotations

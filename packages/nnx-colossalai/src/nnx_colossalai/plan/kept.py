@@ -1,6 +1,4 @@
-"""Tensors that a step keeps for its backward.
-
-What one step keeps and computes, found without memory: a forward and a backward on tensors that have none.
+"""Tensors that a step keeps for its backward, found by a forward and a backward without memory.
 
 The measuring run leaves the module as it was, and never fails: where a model cannot be run so, it
 says why and reports nothing.

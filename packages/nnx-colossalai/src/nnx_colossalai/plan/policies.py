@@ -1,6 +1,4 @@
-"""Policies of placing chunks.
-
-Which placements are worth comparing: the candidates that a plan is chosen from.
+"""Policies of placing chunks: the candidates that a plan is chosen from.
 
 Owns how candidates are made from sizes, times and wishes. They never depend on a budget: the planner takes
 the fastest that fits, so more memory can never give a slower plan.

@@ -1,7 +1,4 @@
-"""The timeline of a plan as a picture.
-
-Memory of a rank over one step, as a picture: what the device holds by kind, against its budget.
-"""
+"""The timeline of a plan as a picture: memory of a rank over one step by kind, against its budget."""
 
 from __future__ import annotations
 

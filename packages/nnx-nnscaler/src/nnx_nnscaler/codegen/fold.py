@@ -1,6 +1,6 @@
 """Fold repeated layers into one function.
 
-Runs of lines that belong to one submodule: what they read, what they assign, and what equal ones share.
+A run is the lines that belong to one submodule: what they read, what they assign, and what equal ones share.
 
 It knows Python's variables and nothing of tensors.
 """

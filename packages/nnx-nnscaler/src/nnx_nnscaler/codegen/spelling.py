@@ -1,6 +1,4 @@
-"""How operators are spelled in Python.
-
-How operators look in emitted code: what a person would have written, with the same meaning.
+"""How operators are spelled in generated code: as a person would have written them.
 
 This file owns the spelling of torch's operators. An operator that is not here is called by its full
 name, ``torch.ops.aten.name.overload(...)``, which is always right. It never changes what is computed.

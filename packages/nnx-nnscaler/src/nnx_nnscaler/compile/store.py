@@ -1,6 +1,4 @@
-"""The store of compiled programs on disk.
-
-The folder of emitted programs: where they lie, when one may be used again, and that it is whole.
+"""The store of compiled programs on disk: where each is, and when it may be used again.
 
     <savedir>/<class>/<instance or _>/<key>/{forward.py, plan.json, graph.json, meta.json}
 

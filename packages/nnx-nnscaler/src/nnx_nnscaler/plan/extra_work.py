@@ -1,6 +1,4 @@
-"""Extra work of operators that are rewritten for shards.
-
-What the runtime's own functions do besides the operator that they stand for.
+"""Extra work of the runtime's functions, besides that of the operators that they replace.
 
 That is collectives, small operators and further passes over a tensor. It owns the counts, taken from the
 code in `nnx_nnscaler.runtime`; a function that is not listed does what its operator does.

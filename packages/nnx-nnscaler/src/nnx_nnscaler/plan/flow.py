@@ -1,7 +1,4 @@
-"""The flow of values through a graph.
-
-Every operator, conversion and parameter of a plan, summed up.
-"""
+"""The flow of values through a graph."""
 
 from __future__ import annotations
 

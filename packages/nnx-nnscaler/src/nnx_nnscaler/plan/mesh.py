@@ -1,6 +1,4 @@
-"""Plan two mesh dims at once.
-
-Planning two axes at once: how many ranks make a unit, and whether units store parameters in parts.
+"""Plan two mesh dims at once: how many ranks make a unit, and whether units shard parameters.
 
 Every unit works on a batch of its own, so what is compared is the time for one batch of all units
 together.

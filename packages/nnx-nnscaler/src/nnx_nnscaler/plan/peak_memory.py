@@ -1,6 +1,4 @@
-"""Peak memory of a plan.
-
-The peak of memory of a plan on one rank: what is alive at every moment of a step.
+"""Peak memory of a plan on one rank: what is alive at every moment of a step.
 
 The solver counts what lasts and what autograd keeps, which is linear in its choices; this walk through
 the step, there and back, is what a limit is finally held against.

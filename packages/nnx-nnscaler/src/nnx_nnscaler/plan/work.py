@@ -1,6 +1,4 @@
-"""Operations and bytes of single operators.
-
-What single operators do: operations, bytes, and what autograd keeps of them until the backward pass.
+"""Operations and bytes of single operators, and what autograd keeps of them for the backward pass.
 
 It owns counts; `hardware` has the rates. Counts are of one rank: shapes come in as that rank's local
 ones. An operator that is not listed counts as memory-bound, and as keeping all that goes into it.

@@ -1,6 +1,4 @@
-"""Try one strategy of an operator on small tensors.
-
-Trying an operator on parts: does it, as it is, make parts of what it makes of the whole?
+"""Try one strategy of an operator: does it, called on shards, make shards of its full result?
 
 One process plays all ranks, on made-up data, forwards and backwards. What a rule rewrites is beyond this:
 here every rank runs the operator itself and nothing is communicated.

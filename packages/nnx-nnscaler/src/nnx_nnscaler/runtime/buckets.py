@@ -1,6 +1,4 @@
-"""Buckets of gradients.
-
-Buckets: gradients that travel together, in one flat buffer.
+"""Buckets of gradients that are reduced together, in one flat buffer.
 
 How parameters are grouped, and the order inside a bucket, are torch DDP's, so that gloo and NCCL add the
 ranks' numbers in the same order and the sums are equal bit for bit.

@@ -1,6 +1,4 @@
-"""Effects of a traced forward that a program would lose.
-
-What code does besides computing, as far as its names tell: printing, files, clocks, loggers, iterators.
+"""Effects of a traced forward that a program would lose: printing, files, clocks, loggers, iterators.
 
 A trace runs such code once, without a sign in the graph. It is found by looking through the code that a
 forward reaches.

@@ -1,6 +1,4 @@
-"""Positions in data that a rank has read.
-
-Where a `DataLoader` stands in its pass over the data, and how to go on from there.
+"""The position of a `DataLoader` in its pass over the data, and how to continue from it.
 
 The position is kept at the sampler: what a run has seen is passed over as indices, and no sample is
 loaded only to be dropped. It counts over all data-parallel ranks, so that another number of ranks goes on
