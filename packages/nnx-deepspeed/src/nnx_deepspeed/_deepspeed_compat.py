@@ -670,7 +670,7 @@ def before_each_gather(
     Args:
         names: The names of all parameters.
         announce: Called before each gather.
-        forwards: Counts the forwards of layers until now, by which a release knows whether there was one.
+        forwards: Counts the forwards of layers, by which a release knows whether there was one.
         writes: Sums up what each release finds.
     """
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -692,8 +692,7 @@ def before_each_gather(
             missing = [parameter for parameter in listed if is_cut(parameter)]
             for parameter in listed:
                 show_plain(parameter)
-            doing = f"waits for the gather of {name or 'a layer'}"
-            with announced(doing):
+            with announced(doing := f"waits for the gather of {name or 'a layer'}"):
                 result = gather(*args, **kwargs)
             if hasattr(result, "wait"):  # launched only: DeepSpeed waits for it where the layer is called
                 result.wait = announced(doing)(result.wait)
