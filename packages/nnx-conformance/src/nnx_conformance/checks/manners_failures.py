@@ -278,11 +278,11 @@ def hang_up(*, keep_store: bool = False) -> None:
         except OSError:
             continue
         try:
-            is_open = not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if is_open and connection.family in (socket.AF_INET, socket.AF_INET6):
-                with suppress(OSError):  # the other side was faster
-                    if kept not in (connection.getsockname()[1], connection.getpeername()[1]):
-                        connection.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):  # the other side was faster, or a thread of gloo's has just closed it
+                is_open = not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                is_of_network = is_open and connection.family in (socket.AF_INET, socket.AF_INET6)
+                if is_of_network and kept not in (connection.getsockname()[1], connection.getpeername()[1]):
+                    connection.shutdown(socket.SHUT_RDWR)
         finally:
             connection.detach()
 
