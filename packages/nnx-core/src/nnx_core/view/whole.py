@@ -416,12 +416,13 @@ def _only_gathered(guarded: Guard, what: str) -> UnsupportedError:
 
 def plain_copy(guarded: Guard) -> Tensor:
     """The whole as a plain tensor of its own: a parameter of a parameter. Collective."""
-    part, plain = guarded._part, guarded._plain  # an engine may show the plain class from `value` on
+    part = guarded._part
+    if not isinstance(guarded, nn.Parameter):
+        with local_mode(), torch.no_grad():
+            return part.value().clone()
+    plain = guarded._plain  # first: an engine may show the plain class from `value` on
     with local_mode(), torch.no_grad():
-        value = part.value().clone()
-        if not isinstance(guarded, nn.Parameter):
-            return value
-        made = nn.Parameter(value, requires_grad=part.tensor.requires_grad)
+        made = nn.Parameter(part.value().clone(), requires_grad=part.tensor.requires_grad)
     if issubclass(plain, nn.Parameter):
         made.__class__ = plain
     return made
