@@ -6,7 +6,6 @@ plan's. Steps that run out of device memory are repeated here.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -34,14 +33,7 @@ __all__ = [
 ]
 
 
-# What happens when a step runs out of device memory: the plan moves down, and the step runs again.
-#
-# It owns the decision whether a step can be repeated so that no number changes, and the words where it
-# cannot. Where chunks go instead is the plan's; moving them is `model`'s.
-
-
 T = TypeVar("T")
-log = logging.getLogger("nnx.colossalai")
 
 
 class ColossalAIBackend(Backend[ColossalAIOptions]):

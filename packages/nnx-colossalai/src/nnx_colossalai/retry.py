@@ -1,4 +1,8 @@
-"""Repeat a step that ran out of device memory."""
+"""Repeat a step that ran out of device memory, after the plan has moved down.
+
+This module decides whether a step can be repeated so that no number changes, and says where it cannot. The
+plan decides where chunks go instead, and `model` moves them.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,6 @@ from nnx_colossalai.model import ChunkedModel
 from nnx_core import random_state
 from nnx_core._torch_compat import tree_leaves
 from nnx_core.errors import PlanError
-
-# What happens when a step runs out of device memory: the plan moves down, and the step runs again.
-#
-# It owns the decision whether a step can be repeated so that no number changes, and the words where it
-# cannot. Where chunks go instead is the plan's; moving them is `model`'s.
-
 
 T = TypeVar("T")
 log = logging.getLogger("nnx.colossalai")

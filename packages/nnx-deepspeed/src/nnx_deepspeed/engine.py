@@ -484,16 +484,13 @@ def _exact_weights(module: nn.Module, config: Mapping[str, Any]) -> dict[nn.Para
     return {parameter: parameter.detach().clone() for parameter in module.parameters()}
 
 
-# It is the user's own, over flat partitions, in an object of its own.
+# The optimizer that DeepSpeed steps is the user's own, over flat partitions, in an object of its own.
 #
 # DeepSpeed puts its flat partitions into the param groups of the optimizer that it is given, empties them
 # between steps (stage 3), and calls ``step`` once for each group. The user's object would show all that to
 # schedulers, hooks and callbacks. So DeepSpeed gets a shadow: the same class and settings, other groups and
 # state. The user's object keeps the module's parameters, whose ``.grad`` is None when it steps, so that its
 # own step changes nothing and still runs its hooks. Its state would be empty, so it is hidden.
-
-
-OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
 def copy_hyperparameters(groups: Sequence[dict[str, Any]], shadow: Optimizer) -> None:

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ __all__ = [
     "self_check",
 ]
 
-T = TypeVar("T")
 
 log = logging.getLogger("nnx.nnscaler")
 

@@ -6,7 +6,6 @@ saves and fills it is `nnx_core.lightning.checkpoint`; `nnx_core.backend.Backend
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -33,8 +32,6 @@ __all__ = [
     "parameter_names",
     "repoint_optimizer",
 ]
-
-log = logging.getLogger("nnx.checkpoint")
 
 
 class ShardOf(Protocol):

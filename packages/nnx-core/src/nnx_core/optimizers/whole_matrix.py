@@ -15,7 +15,6 @@ This module knows parameters by the shards that an engine describes, so it serve
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,7 +62,6 @@ from nnx_core.optimizers.step_arguments import StepArguments, take_closure
 __all__ = ["OwnerRanks"]
 
 T = TypeVar("T")
-log = logging.getLogger("nnx.whole_matrix")
 
 _DONE, _EVALUATE, _FAILED = 0, 1, 2
 

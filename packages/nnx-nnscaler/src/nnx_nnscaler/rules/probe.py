@@ -31,9 +31,6 @@ __all__ = [
 ]
 
 
-# What may be tried, on which sizes, and how much of it.
-
-
 # What was found by trying, kept between processes: one small JSON file for each operator and call.
 #
 # A file that cannot be read is ignored and written anew, a directory that cannot be written is done
