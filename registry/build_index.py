@@ -4,7 +4,7 @@
     python registry/build_index.py --check    exit code 1 where one of them is stale
 
 The plugins of this repository are described by their own specs and by their pyproject.toml; those of others,
-and names of the past, by the files in ``registry/plugins``. Each entry is checked against ``schema.json``.
+and removed names, by the files in ``registry/plugins``. Each entry is checked against ``schema.json``.
 Needs Python 3.11 for its TOML reader, jsonschema, and the plugins of this repository installed; nothing that
 is installed runs this.
 """

@@ -135,7 +135,7 @@ def test_inspect_prints_json(trained: Path) -> None:
 
 
 def test_verify_says_that_all_is_well(trained: Path) -> None:
-    assert run("verify", str(trained)) == (0, f"{trained}: every byte is as it was written.\n")
+    assert run("verify", str(trained)) == (0, f"{trained}: OK: all checksums match.\n")
     code, output = run("verify", str(trained), "--json")
     assert code == 0
     assert json.loads(output) == {

@@ -89,7 +89,7 @@ def test_list_all_shows_what_could_be_installed_what_is_broken_and_the_past(site
     assert titles["fairscale_fsdp"].startswith("nnx-fairscale ") and "(" not in titles["fairscale_fsdp"]
     assert titles["fairscale_oss"] == "nnx-fairscale (missing: run `nnx doctor`)"
     assert titles["colossalai"] == "nnx-colossalai (disabled: run `nnx doctor`)"
-    assert titles["ddp_sharded"] == "names of the past"
+    assert titles["ddp_sharded"] == "removed names"
     assert found["ddp_sharded"].split(maxsplit=1)[1] == "use fsdp_auto; it was fairscale's ShardedDDP"
     assert error == (
         "problem: plugin 'nnx_nnscaler': ModuleNotFoundError: No module named 'does_not_exist'.\n"

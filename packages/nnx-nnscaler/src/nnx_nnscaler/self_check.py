@@ -72,9 +72,9 @@ def self_check(
     first = _first_difference(borrowed, graph, plan, call) if isinstance(plan, ProgramPlan) else None
     where = f"{first.name} ({first.target}) of {first.module or 'the root'}, {first.source}" if first else ""
     raise PlanError(
-        f"the program of {type(root).__name__} for policy {plan.policy!r} on {plan.size} ranks computes "
-        f"something else than its forward: {found.worst} differs by {found.error:.1e}"
-        f"{f', and the first operator whose result differs is {where}' if where else ''}.",
+        f"the compiled program of {type(root).__name__} (policy {plan.policy!r}, {plan.size} ranks) does not "
+        f"match the eager forward: {found.worst} differs by {found.error:.1e}"
+        f"{f'. First operator that differs: {where}' if where else ''}.",
         remedy="Please report it with the model; meanwhile use policy='dp', or verify=False to run it.",
     )
 

@@ -1,4 +1,4 @@
-"""A program that computes something else than the module is refused before its first step."""
+"""A compiled program that does not match the eager module is refused before its first step."""
 
 import dataclasses
 
@@ -118,7 +118,7 @@ def test_a_program_for_calls_without_gradients_is_compared_without_them():
 def test_unless_told_a_small_model_with_a_wrong_program_is_refused_one(monkeypatch):
     module = GPT(layers=1)
     graph = trace_forward(module, *CALL)
-    with pytest.raises(UnsupportedError, match="computes something else than its forward"):
+    with pytest.raises(UnsupportedError, match="does not match the eager forward"):
         checked_if_small(module, graph, wrong(graph), CALL)
     monkeypatch.setattr(checks, "SMALL", 10_000)  # parameters alone are fewer
     assert sum(parameter.numel() for parameter in module.parameters()) * 2 < 10_000

@@ -186,7 +186,7 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         transaction, self._transaction = self._transaction, None
         if transaction is None:
-            raise CheckpointError("this writer was not asked for a plan.", remedy="Use it through dcp.save.")
+            raise CheckpointError("this writer has no save plan.", remedy="Call dcp.save(...) with this writer.")
         try:
             self._finish(transaction, metadata, results)
         except BaseException as error:

@@ -166,6 +166,6 @@ class Checkpoint(ABC):
         for box in shard.boxes:
             if any(a + n > full for a, n, full in zip(box.offset, box.size, entry.shape, strict=True)):
                 raise CheckpointError(
-                    f"{box} lies outside tensor '{name}' of shape {entry.shape}.",
-                    remedy="Ask for a box inside.",
+                    f"the requested slice {box} of tensor '{name}' is out of bounds for shape {entry.shape}.",
+                    remedy="Request a slice within the shape.",
                 )

@@ -401,7 +401,7 @@ def locate_tensor(reader: FileReader, path: Path, start: int, length: int) -> Fi
     found = FileTensor(tensor.shape, tensor.dtype, tensor.stride, path, first)
     nbytes = max(found.numel * found.dtype.itemsize, found.extent)
     if min((tensor.offset, *tensor.stride)) < 0 or first + nbytes > place + record.file_size:
-        raise ValueError(f"it has {record.file_size} bytes of data for shape {found.shape} of {found.dtype}")
+        raise ValueError(f"its data has {record.file_size} bytes, expected {nbytes} for shape {found.shape} of {found.dtype}")
     if place + record.file_size > start + length:
         raise ValueError("its data ends after the file")
     return found if tensor.plain else None

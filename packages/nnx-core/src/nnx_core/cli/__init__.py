@@ -51,7 +51,7 @@ def complete_strategy(incomplete: str) -> list[str]:
 
 def list_strategies(
     everything: Annotated[
-        bool, typer.Option("--all", help="Also what could be installed, and names of the past.")
+        bool, typer.Option("--all", help="Also what could be installed, and removed names.")
     ] = False,
     as_json: _Json = False,
 ) -> None:
@@ -89,11 +89,11 @@ def search_strategies(
 
 def check_installation(
     strict: Annotated[
-        bool, typer.Option("--strict", help="Also import every strategy, and take remarks for problems.")
+        bool, typer.Option("--strict", help="Also import every strategy, and treat warnings as errors.")
     ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Check versions and plugins, and say how to mend what is broken."""
+    """Check versions and plugins, and suggest fixes."""
     try:
         from nnx_core.cli.doctor import run
         from nnx_core.names.plugin_processes import looking_from_outside

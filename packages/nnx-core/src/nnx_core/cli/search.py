@@ -163,7 +163,7 @@ class Found(TypedDict):
 
     Attributes:
         words: The words that were searched for, without those that say nothing.
-        results: The best first, names of the past last.
+        results: The best first, removed names last.
         suggestions: The words to try where nothing was found.
     """
 

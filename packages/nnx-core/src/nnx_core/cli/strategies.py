@@ -228,7 +228,7 @@ def _by_package(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]
 def _title(row: dict[str, Any]) -> str:
     status, owner = row["status"], row["provided_by"]
     if status == "historical":
-        return "names of the past"
+        return "removed names"
     if status == "installed":
         return str(owner)
     return f"{owner} ({status}: {row['install'] if status == 'not installed' else 'run `nnx doctor`'})"
@@ -370,8 +370,8 @@ def _print_capabilities(capabilities: Capabilities) -> None:
         if isinstance(value, bool) and value != usual:
             print_line(f"  {'can' if value else 'cannot'}: {item.name} ({_help(item)})", wrapped=4)
     if capabilities.refuses:
-        print_line(f"  refuses with a remedy: {', '.join(capabilities.refuses)}", wrapped=4)
-    print_text("  in all else it is as strategies usually are; --json has every capability")
+        print_line(f"  unsupported (an error names the remedy): {', '.join(capabilities.refuses)}", wrapped=4)
+    print_text("  all other capabilities: default; --json lists every capability")
 
 
 def _show_facts(facts: dict[str, Any], as_json: bool) -> int:

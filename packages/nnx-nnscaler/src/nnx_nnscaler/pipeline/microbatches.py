@@ -155,7 +155,7 @@ class _Cut:
         for op in graph.ops:
             self._walk(op)
         if all(self._placements[op.name] == R for op in self._ops if self._computes_with_parameters(op)):
-            raise _HindranceError("no value that depends on parameters shows the batch's size")
+            raise _HindranceError("no output has a batch dimension")
         for count in self._counts:
             needed = {count.target, *({count.weight} if count.weight else ())}
             if not needed <= self._free:

@@ -301,15 +301,15 @@ def loss_of(graph: Graph, cut: Microbatches) -> str | None:
 
 
 def _notes(prepared: Prepared, schedule: str, loss: str | None) -> tuple[str, ...]:
-    """What the user should hear of how a batch goes through the stages."""
+    """The facts about microbatches and schedule that the user should know."""
     hindrance = prepared.cut.hindrance
     where = "" if prepared.graph.training else "in evaluation "
-    notes = [f"{where}the batch goes through the stages whole: {hindrance}"] if hindrance else []
+    notes = [f"{where}no microbatches: {hindrance}"] if hindrance else []
     if schedule != "gpipe" and prepared.graph.training and (hindrance or loss is None):
         reason = (
-            "the batch is not cut" if hindrance else "the forward does not return one loss of all samples"
+            "no microbatches" if hindrance else "the forward does not return one loss of all samples"
         )
-        notes.append(f"all goes forward before it goes back, instead of {schedule!r}: {reason}")
+        notes.append(f"schedule 'gpipe' instead of {schedule!r}: {reason}")
     return tuple(notes)
 
 
