@@ -51,18 +51,18 @@ def option(
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """What the Lightning adapters take on top of an engine's own options."""
+    """Options of every strategy, beside an engine's own options."""
 
     state_dict_type: StateDictType = option(
         "deduped",
-        help="'deduped' stores each element once across the ranks; 'sharded' stores every rank's whole local "
-        "state, which is larger and resumes fastest on the same layout. Both resume anywhere.",
+        help="'deduped' stores each element once across the ranks; 'sharded' stores every rank's complete "
+        "local state, which is larger and resumes fastest on the same layout. Both resume anywhere.",
         choices=("deduped", "sharded"),
     )
     async_save: bool = option(
         False,
-        help="Save in the background: training waits only until this rank's state is copied to host memory, "
-        "which needs room for it. An error is raised at a later step, or at the end.",
+        help="Save in the background: training blocks only while this rank's state is copied to CPU memory, "
+        "which must have space for it. Errors are raised at a later step, or at the end.",
         types=(bool,),
     )
     process_group_backend: str | None = option(
@@ -75,39 +75,39 @@ class CommonOptions:
     )
     start_method: StartMethod = option(
         "popen",
-        help="How processes are started on one node: 'popen' runs the script again for each device, the "
-        "others are those of multiprocessing, for notebooks and interactive use.",
+        help="How to start processes on one node: 'popen' runs the script again for each device; the other "
+        "methods are those of multiprocessing, for notebooks and interactive use.",
         choices=("popen", "spawn", "fork", "forkserver"),
     )
     gather_at_end: GatherAtEnd = option(
         "all",
-        help="Which ranks hold the whole weights, in host memory, when a Trainer's run is over: 'all', "
-        "'rank0', which spares the other ranks of a node the room for them, or 'none', where a checkpoint is "
-        "all that is wanted. On the other ranks the parameters are on the meta device then.",
+        help="Ranks that hold the unsharded weights in CPU memory after a Trainer's run: 'all', 'rank0' to "
+        "save memory on the other ranks of a node, or 'none' if you only need the checkpoint. Parameters of "
+        "the other ranks are on the meta device.",
         choices=("all", "rank0", "none"),
     )
     resume_data: Literal["skip", "restart"] = option(
         "skip",
-        help="How training data goes on when a run is resumed inside an epoch: 'skip' passes over what the "
-        "epoch has seen; 'restart' leaves loaders alone, for those that pass over it by themselves.",
+        help="How training data resumes inside an epoch: 'skip' skips the samples already seen; 'restart' "
+        "leaves loaders alone, for loaders that skip on their own.",
         choices=("skip", "restart"),
     )
     strict_rng: bool = option(
         False,
-        help="Refuse to resume where the random state cannot go on exactly, as with another number of ranks.",
+        help="Refuse to resume if random states cannot resume exactly, as with another number of ranks.",
         types=(bool,),
     )
     check_every: int | None = option(
         None,
-        help="After how many steps the ranks compare checksums of what they must have in common: parameters "
-        "and buffers that several of them hold, optimizer options and counters, which gradients there are, "
-        "the plan. By default after the first two steps only, without buffers; 0 is never.",
+        help="Compare checksums over the ranks every so many steps: replicated parameters and buffers, "
+        "optimizer options and counters, the set of gradients, the plan. By default after the first two "
+        "steps only, without buffers; 0 is never.",
         types=(int,),
     )
     opaque_objects: Literal["error", "pickle"] = option(
         "error",
-        help="What to do with objects in a checkpoint that have no JSON form: refuse to save them, or pickle "
-        "them; pickles are only loaded through torch's restricted unpickler.",
+        help="How to save objects without a JSON form: refuse them, or pickle them. Pickles are loaded only "
+        "through torch's restricted unpickler.",
         choices=("error", "pickle"),
     )
 

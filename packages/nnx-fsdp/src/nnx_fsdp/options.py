@@ -43,39 +43,39 @@ class MixedPrecision:
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPOptions:
-    """What changes how FSDP2 is applied to a model."""
+    """Options of FSDP2."""
 
     auto_wrap: bool = option(
         True,
-        help="Choose the units to shard together; False leaves it to `wrap()` in `configure_model`.",
+        help="Wrap layers automatically; False leaves wrapping to `wrap()` in `configure_model`.",
         types=(bool,),
     )
     auto_wrap_policy: LayerClasses | Callable[[nn.Module], bool] | None = option(
         None,
-        help="What becomes a unit: a layer class or several, or their names, or a function from module to "
-        "bool. By default repeated layers are found in the model, and the choice is printed with its reason.",
+        help="Layers to wrap: a layer class or several, or their names, or a function from module to bool. "
+        "By default repeated layers are wrapped, and the choice is logged with its reason.",
         layers=True,
     )
     by_choice: LayerClasses | None = option(
         None,
-        help="Modules that a forward chooses between, such as experts: their names as `named_modules` has "
-        "them, or layer classes or their names. They are never units, nor is anything in them.",
+        help="Conditionally executed modules, such as experts: their names as in `named_modules`, or layer "
+        "classes or their names. They and their submodules are never wrapped.",
     )
     min_num_params: int | None = option(
         None,
-        help="Modules with fewer parameters are never a unit of their own. By default 100,000 when units "
-        "are chosen automatically.",
+        help="Modules with fewer parameters are never wrapped. By default 100,000 when layers are wrapped "
+        "automatically.",
         types=(int,),
     )
     activation_checkpointing: LayerClasses | None = option(
         None,
-        help="A layer class or several, or their names, whose activations are recomputed in backward "
-        "instead of stored: less memory for about a third more computation.",
+        help="Layer classes or their names: backward recomputes their activations instead of storing them, "
+        "which saves memory for about a third more computation.",
         layers=True,
     )
     cpu_offload: bool = option(
         False,
-        help="Keep shards, gradients and optimizer state in host memory; slower, and much larger models fit.",
+        help="Offload shards, gradients and optimizer state to CPU; slower, and much larger models fit.",
         types=(bool,),
     )
     mixed_precision: MixedPrecision | None = option(
@@ -85,7 +85,7 @@ class FSDPOptions:
     )
     reshard_after_forward: bool | int | None = option(
         None,
-        help="True frees gathered parameters after forward, False keeps them until backward (faster, more "
+        help="True reshards parameters after forward, False keeps them gathered until backward (faster, more "
         "memory), a number reshards to that many ranks. By default True for all units but the root.",
         types=(bool, int),
     )
@@ -98,13 +98,13 @@ class FSDPOptions:
     hybrid: bool = option(False, help="Shard within a node and replicate over nodes (HSDP).", types=(bool,))
     compile: bool | Mapping[str, Any] = option(
         False,
-        help="torch.compile every unit, or what the root calls where there is none: True, or a dict of "
+        help="torch.compile every unit, or the root's children if there is no unit: True, or a dict of "
         "torch.compile's arguments.",
         types=(bool, Mapping),
     )
     sync_module_states: bool = option(
         True,
-        help="Start every rank from rank 0's weights and buffers, whatever the others were seeded with.",
+        help="Broadcast rank zero's weights and buffers to every rank at the start.",
         types=(bool,),
     )
 
