@@ -20,7 +20,7 @@ class Private(NamedTuple):
     """A private name of torch that nnx uses.
 
     Attributes:
-        without: What happens where torch lacks it.
+        without: The consequence if torch lacks it.
         first: The first version of torch that it was seen in.
         last: The last one.
     """

@@ -71,7 +71,7 @@ class Box:
 
 
 def cut_range(begin: int, numel: int, *, low: int, high: int) -> tuple[int, int]:
-    """What a partition ``[low, high)`` of a flat buffer holds of a tensor at ``[begin, begin + numel)``.
+    """Return the slice of a tensor at ``[begin, begin + numel)`` in a partition ``[low, high)`` of a buffer.
 
     Returns:
         Where that begins in the tensor, and its length; 0 and 0 where they have nothing in common.
@@ -221,7 +221,7 @@ def find_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str:
         boxes: The pieces, in any order.
 
     Returns:
-        What is wrong, or an empty string.
+        The fault, or an empty string.
 
     Example:
         >>> find_fault((4,), [Box((0,), (2,)), Box((2,), (2,))])

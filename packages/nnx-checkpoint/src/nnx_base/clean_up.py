@@ -55,7 +55,7 @@ class CleanUp:
 
         Args:
             doing: Names the action in the note, such as "gathering the model".
-            action: What is called.
+            action: The function to call.
         """
         try:
             action()

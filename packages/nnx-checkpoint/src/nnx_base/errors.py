@@ -1,6 +1,6 @@
-"""The errors of checkpoints and of whatever ranks do together, and the base of every error of nnx.
+"""The errors of checkpoints and of collective work, and the base of every error of nnx.
 
-A message says what failed, the value seen, what was expected, and the remedy. The
+A message has the failed operation, the value seen, the expected value, and the remedy. The
 remedy is kept apart so that the command line can print it on a line of its own.
 """
 
@@ -13,7 +13,7 @@ class NnxError(Exception):
     """Base of all errors raised by nnx.
 
     Args:
-        message: A sentence that says what failed, the value seen and what was expected.
+        message: A sentence with the failed operation, the value seen and the expected value.
         remedy: An imperative sentence that tells the user what to do about it.
 
     Example:

@@ -130,7 +130,7 @@ def gather_object(value: T, group: dist.ProcessGroup | None) -> list[T] | None:
 
 @torch.no_grad()
 def broadcast_tensor(tensor: Tensor) -> None:
-    """Give a tensor rank 0's values on every rank of the world, in place, whatever its strides. Collective.
+    """Give a tensor rank 0's values on every rank of the world, in place, for any strides. Collective.
 
     ``torch.distributed`` writes a tensor's elements one after the other from its first address on, also
     where they do not lie so: for a slice that hits its neighbours, for an expanded tensor other objects.
@@ -180,7 +180,7 @@ def _arrive(store: Store, place: str, timeout: float) -> bool:
 
 
 def ask_store(operation: Callable[[Store], T], *, timeout: float) -> T:
-    """What an operation on the store that the process group was started with returns.
+    """Return the result of an operation on the store that the process group was started with.
 
     torch waits without limit for a store whose machine is cut off. So the operation runs in a thread of its
     own, which is left behind if it does not end.
@@ -287,7 +287,7 @@ def exchange(
 
     Args:
         group: The ranks that take part, over a CPU backend; None for this process alone.
-        work: What every rank does. It must not communicate.
+        work: The function that every rank calls. It must not communicate.
         decide: Makes one answer for each rank out of all results, in rank order, on the coordinator.
         doing: The purpose of the round, used in messages.
         give_up: Called on the coordinator if anything failed, before the others learn of it. It says how

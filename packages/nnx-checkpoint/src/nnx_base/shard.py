@@ -1,4 +1,4 @@
-"""What a shard is: the part of one logical tensor that this rank holds.
+"""Define a shard: the part of one logical tensor that this rank holds.
 
 A logical tensor has a global shape and is cut into *boxes* (axis-aligned hyperrectangles). Every engine's way
 of partitioning reduces to boxes: whole replicas, DTensor shards along any tensor dim, local shards of a

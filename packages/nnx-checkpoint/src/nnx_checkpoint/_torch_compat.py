@@ -62,7 +62,7 @@ class _Reader:
     """Gives `torch.serialization._load` the records of a file, and notes where it looks for them.
 
     Torch calculates where storages are, for files that name the version of its own writer in a record
-    ``.format_version``, and any other program that writes the zip anew puts them elsewhere. So this reader
+    ``.format_version``, and any program that rewrites the zip puts them elsewhere. So this reader
     has no such record, and torch asks it for every position.
 
     Args:
@@ -92,7 +92,7 @@ def load_structure(path: Path) -> tuple[Any, dict[str, int]]:
     is in the file instead of reading it.
 
     Returns:
-        What was saved, and where the data of each record begins that holds a storage.
+        Return the saved object, and the offset of the data of each storage record.
     """
     reader, load = _Reader(path), cast("Any", torch.serialization._load)
     with FakeTensorMode(), _no_tracebacks():
@@ -102,7 +102,7 @@ def load_structure(path: Path) -> tuple[Any, dict[str, int]]:
 
 @contextmanager
 def _no_tracebacks() -> Iterator[None]:
-    """Keep torch from printing a traceback of what it raises next (`FakeTensorMode`)."""
+    """Keep torch from printing a traceback of the next error (`FakeTensorMode`)."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:

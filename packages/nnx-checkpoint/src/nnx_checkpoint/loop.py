@@ -1,9 +1,9 @@
 """Saving and loading in a training loop of one's own: a module, optimizers, tensors and values, by name.
 
-What is stored has the names that strategies give it, so `nnx.load_from_checkpoint` and every strategy find
+Entries have the names that strategies give them, so `nnx.load_from_checkpoint` and every strategy find
 the weights. Parameters may be plain tensors or DTensors, as after ``fully_shard``: a checkpoint that any
 number of processes saved loads in any other number. `writer` writes and `reader` reads; this module only
-gathers what to save, and hands out what was found.
+gathers the state to save, and distributes the state it read.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def save(
 
     Raises:
         CheckpointError: On every rank, if any rank could not describe or write its part, or an object's
-            state differs between ranks. What was saved at this path before is then intact.
+            state differs between ranks. The previous checkpoint at this path is then intact.
         TypeError: A value is named almost like an argument, or optimizers are given without a model.
 
     Example:
@@ -132,7 +132,7 @@ def load(
         model: The module to fill.
         optimizer: The optimizer to fill, or as many as were saved.
         objects: Objects with `load_state_dict`, by the names that they were saved under.
-        rank_objects: The same, of what was saved as `rank_objects`; needs as many processes as saved.
+        rank_objects: Names of entries saved as `rank_objects`; needs as many processes as saved.
         prefix: Stands before the model's names, as ``"model."`` of a LightningModule's ``self.model``.
         strict: False leaves alone what the checkpoint or the module does not have.
         weights_only: False executes code that whoever wrote the checkpoint may have put there.
@@ -410,7 +410,7 @@ def _fill_object(target: Any, state: Any, name: str) -> None:
 
 
 def _own_tree(stored: Checkpoint, rank: int, size: int) -> Mapping[str, Any]:
-    """What this rank saved for itself."""
+    """Return the objects that this rank saved."""
     if stored.world_size != size:
         raise CheckpointError(
             f"'{stored.path}' has rank_objects of {stored.world_size} processes, and {size} load it.",
@@ -421,7 +421,7 @@ def _own_tree(stored: Checkpoint, rank: int, size: int) -> Mapping[str, Any]:
 
 
 def _shard_of(tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
-    """Where a tensor lies is what it says itself, as a DTensor; any other is whole."""
+    """A DTensor knows its own shard; any other tensor is complete."""
     return shard_of(tensor)
 
 

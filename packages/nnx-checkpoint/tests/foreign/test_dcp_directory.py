@@ -361,7 +361,8 @@ def test_terabytes_in_a_tensors_place_are_refused(tmp_path: Path) -> None:
             vars(info).update(relative_path="evil.distcp", offset=0, length=length)
 
     edit(path, claim)
-    with pytest.raises(CheckpointError, match=r"its data has 8 bytes, expected \d+ for shape \(1099511627776,\)"):
+    refusal = r"its data has 8 bytes, expected \d+ for shape \(1099511627776,\)"
+    with pytest.raises(CheckpointError, match=refusal):
         storage.open_checkpoint(path)
 
 

@@ -70,7 +70,7 @@ def _options(
         bool, typer.Option("--version", help="Print versions.", callback=_print_versions, is_eager=True)
     ] = False,
 ) -> None:
-    """What belongs to no command."""
+    """The options that belong to no command."""
 
 
 def _checkpoint_commands(arguments: list[str]) -> typer.Typer:
@@ -117,7 +117,7 @@ def list_checkpoints(
     path: Annotated[str, typer.Argument(help="A directory, a checkpoint or a URL.")] = ".",
     as_json: _Json = False,
 ) -> None:
-    """List the checkpoints below a directory, the saves each still has, and what was interrupted."""
+    """List the checkpoints below a directory, their earlier saves, and interrupted ones."""
     from nnx_checkpoint.cli.files import run_ls
 
     raise typer.Exit(run_ls(path, as_json=as_json))
@@ -176,7 +176,7 @@ def merge(
     trust: _Trust = False,
     as_json: _Json = False,
 ) -> None:
-    """Merge a sharded checkpoint into one file, in little memory whatever its size."""
+    """Merge a sharded checkpoint of any size into one file, in little memory."""
     from nnx_checkpoint.cli.files import run_merge
 
     code = run_merge(
@@ -195,7 +195,7 @@ def convert(
     options: _Options = None,
     as_json: _Json = False,
 ) -> None:
-    """Write a checkpoint in another format, in little memory whatever its size."""
+    """Write a checkpoint of any size in another format, in little memory."""
     from nnx_checkpoint.cli.files import run_convert
 
     code = run_convert(

@@ -1,4 +1,4 @@
-"""What a checkpoint of any format holds, gathered for being shown.
+"""Gather the content of a checkpoint of any format, to show it.
 
 Of our own format everything comes from its small files, without torch; other formats are opened with
 `nnx_checkpoint.open_checkpoint`.
@@ -49,7 +49,7 @@ _STATE = re.compile(r"optim\.(?P<optimizer>[^.]+)\.state\.(?P<parameter>.+)\.(?P
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """What a tensor is part of.
+    """The kind of state that a tensor belongs to.
 
     Attributes:
         kind: ``weights``, ``optimizer``, ``objects``, ``ranks`` or ``other``.
@@ -65,7 +65,7 @@ class Owner:
 
 
 def owner_of(name: str) -> Owner:
-    """What a logical name says.
+    """The kind and module of a logical name.
 
     Example:
         >>> owner_of("optim.0.state.head.weight.exp_avg")
@@ -197,7 +197,7 @@ def _number(value: dict[str, Any]) -> Any:
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """A plain value on part of a line; of a dict, what is neither null nor false.
+    """Format a plain value within a line; of a dict, its entries that are neither null nor false.
 
     Example:
         >>> shown({"lr": 0.1, "betas": [0.9, 0.99], "fused": None})
@@ -268,7 +268,7 @@ class Content:
 
     @property
     def trainer(self) -> dict[str, Any]:
-        """What Lightning's dict holds beside weights and optimizers."""
+        """Return the entries of Lightning's dict beside weights and optimizers."""
         found = self.objects.get("trainer") if isinstance(self.objects, dict) else None
         return found if isinstance(found, dict) else {}
 

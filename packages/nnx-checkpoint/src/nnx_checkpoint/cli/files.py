@@ -45,7 +45,7 @@ class Row:
         step: Optimizer steps so far.
         bytes: The size of all files.
         created: ISO 8601, or empty.
-        detail: Says what is wrong, or where a link leads.
+        detail: The fault, or the target of a link.
         previous: Earlier saves that are still there, newest first.
     """
 
@@ -61,7 +61,7 @@ class Row:
 
 
 class Listing(TypedDict):
-    """What ``nnx ckpt ls --json`` prints."""
+    """The output of ``nnx ckpt ls --json``."""
 
     path: str
     checkpoints: list[Row]
@@ -213,7 +213,7 @@ class Removed(TypedDict):
 
 
 class Collection(TypedDict):
-    """What ``nnx ckpt gc --json`` prints.
+    """The output of ``nnx ckpt gc --json``.
 
     Attributes:
         bytes: The bytes that were removed, or with --dry-run would be.
@@ -259,7 +259,7 @@ def run_gc(path: str, *, keep_previous: int | None, min_age: float, dry_run: boo
 
 
 class Written(TypedDict):
-    """What ``nnx ckpt merge --json`` and ``nnx ckpt convert --json`` print.
+    """The output of ``nnx ckpt merge --json`` and ``nnx ckpt convert --json``.
 
     Attributes:
         bytes: The size of the files that were written.
@@ -339,7 +339,7 @@ def _write(
 
 
 def describe_writable() -> str:
-    """What `merge` and `convert` can write, each format with its options, a paragraph each."""
+    """Return the formats that `merge` and `convert` write, with their options, a paragraph each."""
     from nnx_checkpoint.reading.formats import get_format, specs, writable
 
     lines = ["Formats for --to, and their options for -o:"]

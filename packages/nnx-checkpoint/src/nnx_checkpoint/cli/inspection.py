@@ -98,7 +98,7 @@ def sizes_by_module(tensors: Mapping[str, TensorEntry]) -> list[ModuleSize]:
 
 
 def _fold_repeated(leaves: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Put ``*`` in place of numbers that many siblings have, and add up what is then the same."""
+    """Put ``*`` in place of numbers that many siblings have, and add up the entries that are then equal."""
     numbers: dict[str, set[str]] = {}
     for name in leaves:
         parts = name.split(".")
@@ -162,7 +162,7 @@ def _length(count: int, most: int) -> int:
 
 
 def _blocks() -> tuple[str, str, str]:
-    """Characters for weights, for optimizer state, and for what is too little to be seen."""
+    """Characters for weights, for optimizer state, and for bars too short to be seen."""
     try:
         "█░▏".encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:
@@ -235,11 +235,11 @@ class ModuleBytes(TypedDict):
 
 
 class RankState(TypedDict):
-    """What each rank stored for itself.
+    """The objects that each rank stored.
 
     Attributes:
         ranks: The number of ranks that stored something.
-        first: The state of the first rank, whatever it stored.
+        first: The objects of the first rank.
     """
 
     ranks: int
@@ -256,7 +256,7 @@ class Tensor(TypedDict):
 
 
 class Inspection(TypedDict):
-    """What ``nnx ckpt inspect --json`` prints.
+    """The output of ``nnx ckpt inspect --json``.
 
     Attributes:
         block: The number of bytes that one checksum covers.

@@ -105,7 +105,7 @@ def byte_progress(doing: str) -> Iterator[Callable[[int, int], None]]:
     """Draw a bar while something goes through many bytes; nothing where nobody looks at a terminal.
 
     Args:
-        doing: A participle that says what is being done, such as ``"verifying"``.
+        doing: The participle of the operation, such as ``"verifying"``.
 
     Yields:
         To be called with the bytes done so far and their total.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Verification(TypedDict):
-    """What ``nnx ckpt verify --json`` prints.
+    """The output of ``nnx ckpt verify --json``.
 
     Attributes:
         checksums: True if the format has checksums of its own.
@@ -144,7 +144,7 @@ class Values(TypedDict):
 
 
 class Differences(TypedDict):
-    """What ``nnx ckpt diff --json`` prints.
+    """The output of ``nnx ckpt diff --json``.
 
     Attributes:
         ties: The names that are tied on one side only.

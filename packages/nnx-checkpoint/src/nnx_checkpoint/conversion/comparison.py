@@ -1,6 +1,6 @@
 """Comparing two checkpoints of any format: names, shapes, element types, objects, and the values themselves.
 
-Values are read slab by slab from both sides at once, so memory is bounded whatever their size. What differs
+Values are read slab by slab from both sides at once, so memory is bounded for any size. What differs
 is reported, not raised.
 """
 
@@ -228,7 +228,7 @@ def _with_names(optimizer: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[
 
 
 def _compare_names(a: _Side, b: _Side, found: Comparison, *, prefix: str) -> list[_Pair]:
-    """Compare names and descriptions; returns what can be compared by value."""
+    """Compare names and descriptions; return the tensors that can be compared by value."""
     mine, theirs = a.names(prefix), b.names(prefix)
     found.only_left = sorted(name for name in mine if name not in theirs)
     found.only_right = sorted(name for name in theirs if name not in mine)
@@ -364,7 +364,7 @@ def _compare_values(
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What differs between two pieces of data.
+    """Return the first difference between two pieces of data.
 
     Attributes:
         elements: The number of elements that differ in any bit.

@@ -1,8 +1,8 @@
 """Converting and merging: any format that can be read into any that can be written, in bounded memory.
 
 This module also writes our own format, from one process by streaming. Training saves through
-`nnx_checkpoint.writing.writer`, from all ranks; what is written here was never all in memory, and the objects
-of every rank that wrote the source come along.
+`nnx_checkpoint.writing.writer`, from all ranks; the data written here was never completely in memory, and the
+objects of every rank that wrote the source come along.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format.
 
-    Data is read and written a few megabytes at a time, whatever the size; `target` appears only when it is
-    complete. What the format has no place for is kept in it beside its own, so converting back gives
+    Data is read and written a few megabytes at a time, for any size; `target` appears only when it is
+    complete. Entries without a place in the format are kept beside its own, so converting back gives
     the same checkpoint.
 
     Args:
@@ -69,7 +69,7 @@ def convert(
 
     Raises:
         CheckpointError: The source cannot be read, the target exists or cannot be written, or the format
-            cannot hold what is in the source.
+            cannot hold the source's content.
     """
     form = get_format(to or _guess(target, otherwise="nnx"))
     _check_target(source, target)
@@ -92,9 +92,9 @@ def merge(
         source: A checkpoint of any known format; or the files that it consists of, all of one directory.
         target: The file: ``.safetensors`` for the weights alone, anything else for Lightning's single file.
         to: ``"lightning"`` or ``"safetensors"``; None guesses from the target's name.
-        weights_only: The same as for `convert`.
-        save_weights_only: The same as for `convert`.
-        progress: The same as for `convert`.
+        weights_only: As for `convert`.
+        save_weights_only: As for `convert`.
+        progress: As for `convert`.
 
     Raises:
         CheckpointError: Raised as by `convert`, or because the files are of several directories.
@@ -124,7 +124,7 @@ def _guess(target: _Path, *, otherwise: str) -> str:
 
 
 def _check_target(source: _Path, target: _Path) -> None:
-    """Refuse what cannot be written before anything is read."""
+    """Refuse a target that cannot be written before anything is read."""
     here, there = place_of(source), place_of(target)
     if not isinstance(there, LocalPlace):
         return

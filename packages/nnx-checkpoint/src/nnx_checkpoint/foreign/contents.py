@@ -148,7 +148,7 @@ class Contents:
             self.resident[name] = value if isinstance(value, FileTensor) else value.detach()
 
     def located(self, wanted: Wanted) -> Wanted:
-        """The same box in the coordinates of what is stored, whose dims may be in another order."""
+        """Return the same box in the coordinates of the stored tensor, whose dims may be in another order."""
         if wanted.entry.name not in self._permuted:
             return wanted
         order, entry = self._permuted[wanted.entry.name]
@@ -193,7 +193,7 @@ class Contents:
 
         Args:
             state: As ``Optimizer.state_dict()`` gives it; further keys are kept too.
-            names: What parameter 0, 1, ... of the groups is called, or those in a mapping. Where they
+            names: The names of parameters 0, 1, ... of the groups, or a mapping of them. Where they
                 are not given and the groups hold ``param_names`` (torch stores them for optimizers built from
                 ``named_parameters``), these replace the numbers, if they are names of the model added before:
                 those of one of its parts are not.
@@ -234,7 +234,7 @@ class Contents:
         return found if all(f"model.{name}" in known for name in found.values()) else {}
 
     def set_trainer(self, rest: Mapping[str, Any]) -> None:
-        """Set what remains of Lightning's dict."""
+        """Set the rest of Lightning's dict."""
         self.objects["trainer"] = dict(rest)
 
     def opened(
@@ -282,7 +282,7 @@ class Contents:
 
 
 def _place(value: FileTensor | LocatedTensor | Tensor) -> tuple[Any, ...] | None:
-    """What two tied tensors have in common; None for a tensor without elements."""
+    """Return the key that two tied tensors share; None for a tensor without elements."""
     if isinstance(value, LocatedTensor):
         return value.pieces or None
     if isinstance(value, FileTensor):
@@ -299,8 +299,8 @@ def load_rank_file(
 
     Args:
         path: The file.
-        weights_only: False trusts what is under other keys than `own`, where it cannot be read safely.
-        own: The keys of the program that wrote it. What is under them is never trusted, nor need be.
+        weights_only: False trusts entries under other keys than `own` that cannot be read safely.
+        own: The keys of the program that wrote it. Entries under them are never trusted, and need not be.
         inert: Prefixes of the names of the program's own classes.
 
     Raises:

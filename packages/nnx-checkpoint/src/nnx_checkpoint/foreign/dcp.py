@@ -102,7 +102,7 @@ class Handle(WithoutData):
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a rank reports for one item: a box it stored, or an object in typed JSON."""
+    """The report of a rank for one item: a box it stored, or an object in typed JSON."""
 
     box: Entry | None
     tree: Any
@@ -186,7 +186,9 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         transaction, self._transaction = self._transaction, None
         if transaction is None:
-            raise CheckpointError("this writer has no save plan.", remedy="Call dcp.save(...) with this writer.")
+            raise CheckpointError(
+                "this writer has no save plan.", remedy="Call dcp.save(...) with this writer."
+            )
         try:
             self._finish(transaction, metadata, results)
         except BaseException as error:
@@ -352,7 +354,7 @@ def _encode(name: str, planner: SavePlanner, item: WriteItem) -> Any:
 
 
 def _pickled(value: Any) -> io.BytesIO:
-    """What DCP's planner expects to unpickle: a pickle made here, of a value decoded from JSON."""
+    """Return a pickle for DCP's planner, made here of a value decoded from JSON."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)

@@ -1,8 +1,8 @@
 """Directories of `torch.distributed.checkpoint`, as ``dcp.save`` writes them, and Lightning's sharded ones.
 
-What is in their files is the matter of `nnx_checkpoint.foreign.dcp_files`; here is what it means. DCP stores
+`nnx_checkpoint.foreign.dcp_files` reads their files; this module interprets them. DCP stores
 any nested state dict, and programs that use it put models and optimizers under keys of their own. `interpret`
-recognizes the usual ones by their keys and by their form. What is recognized as neither is kept, under its
+recognizes the usual ones by their keys and by their form. Other entries are kept, under their
 own keys, with the trainer's objects. `state_to_write` makes such a state dict of any checkpoint.
 """
 
@@ -152,7 +152,7 @@ def _is_extra(name: str) -> bool:
 
 
 def _flat(model: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Join the keys of dicts of state dicts; extra state stays what it is."""
+    """Join the keys of dicts of state dicts; extra state stays unchanged."""
     flat: dict[str, Any] = {}
     for key, value in model.items():
         if isinstance(value, dict) and not _is_extra(key):
@@ -304,7 +304,7 @@ def opened(
     Args:
         path: The directory.
         format: Name of its format.
-        metadata: The metadata, which say what it claims to hold.
+        metadata: The metadata, with the claimed tensors.
         parts: The state dict, taken apart.
         beside: Objects of the trainer that lie beside the state dict.
     """
@@ -374,7 +374,7 @@ def _names(late: Sequence[tuple[float, int, Path]]) -> str:
 
 
 class DcpDirectory(CheckpointFormat):
-    """What ``dcp.save`` writes: ``.metadata`` and files of every rank, or safetensors files without it."""
+    """The directory of ``dcp.save``: ``.metadata`` and files of every rank, or safetensors files without it."""
 
     name = "dcp"
     can_write = True

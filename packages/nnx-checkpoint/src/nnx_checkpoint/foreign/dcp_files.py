@@ -1,7 +1,7 @@
 """The files of a DCP directory: which tensors and objects they hold, where elements lie, and writing them.
 
 Torch's own reader is of no use here: it unpickles ``.metadata`` freely, and of a part of a tensor it reads
-the whole chunk that the part is in, anew for every part. So the metadata are read by a restricted unpickler,
+the whole chunk of a part again for every part. So the metadata are read by a restricted unpickler,
 and of every item that is a tensor a few hundred bytes, which tell where its elements are. What the parts mean
 is the matter of `nnx_checkpoint.foreign.dcp_directory`. Torch's own planner and writer write them.
 """
@@ -182,7 +182,7 @@ class Items:
 
     @contextmanager
     def _explained(self, name: str, item: Item, more: str = "") -> Iterator[None]:
-        """Turn whatever damage or a malicious pickle raises into an error that says where it is."""
+        """Turn every error of a damaged or malicious pickle into one that names the file."""
         try:
             yield
         except CheckpointError:

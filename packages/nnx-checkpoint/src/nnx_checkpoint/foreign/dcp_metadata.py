@@ -70,7 +70,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(slots=True)
 class DcpMetadata:
-    """What a DCP directory claims to hold.
+    """The claimed content of a DCP directory.
 
     Attributes:
         tensors: By flat name, such as ``model.layers.0.weight``.
@@ -117,7 +117,7 @@ def read_metadata(directory: Path, *, weights_only: bool = True) -> DcpMetadata:
 
     Args:
         directory: The checkpoint.
-        weights_only: False imports and runs whatever the pickle names beyond the classes of DCP.
+        weights_only: False imports and runs all names in the pickle, beyond the classes of DCP.
 
     Raises:
         CheckpointError: There is no metadata, it is damaged or malicious, or it contradicts itself.

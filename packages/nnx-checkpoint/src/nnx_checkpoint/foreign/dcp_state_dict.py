@@ -37,7 +37,7 @@ class Parts:
 
     @property
     def prefixes(self) -> dict[str, str]:
-        """What precedes a parameter's logical name: nothing, or a model's key where there are several."""
+        """The prefix of a parameter's logical name: empty, or a model's key if there are several."""
         return {key: f"{key}." if len(self.models) > 1 else "" for key in self.models}
 
 
@@ -165,7 +165,7 @@ def add_parts(contents: Contents, parts: Parts, beside: Mapping[str, Any]) -> No
 
 
 def _logical_names(state: Mapping[str, Any], parts: Parts) -> dict[Any, str]:
-    """What the parameters of an optimizer are called, as far as that is known.
+    """Return the names of an optimizer's parameters, as far as they are known.
 
     ``param_names`` count where they are names of a model and the parameters have numbers. Where there are
     several models, the key of the one that the parameters belong to comes before their names, unless they
@@ -189,7 +189,7 @@ def restore_ours(contents: Contents, beside: dict[str, Any]) -> dict[str, Any] |
         beside: The objects, which lose it.
 
     Returns:
-        World size and provenance of what was written; None if another program wrote this.
+        Return world size and provenance of the save; None if another program wrote it.
     """
     ours = beside.pop(OURS) if is_ours(beside) else None
     if ours is None:

@@ -1,4 +1,4 @@
-"""What another format has no place for, kept beside its own contents.
+"""Entries without a place in another format, kept beside its own contents.
 
 So nothing is lost on the way back. It is the typed JSON
 of `nnx_checkpoint.format.codec`; tensors in it are stored under their logical names by whoever writes, and
@@ -33,7 +33,7 @@ class StoredEncoder(Encoder):
 
 
 def pack(checkpoint: Described, objects: Mapping[str, Any], aliases: Mapping[str, str]) -> str:
-    """Encode what is left over.
+    """Encode the entries that are left over.
 
     Args:
         checkpoint: The checkpoint that it comes from; the objects of its ranks are included.
@@ -60,7 +60,7 @@ def pack(checkpoint: Described, objects: Mapping[str, Any], aliases: Mapping[str
 
 
 def unpack(text: str, contents: Contents, tensor: Callable[[str], Any], *, source: str) -> dict[str, Any]:
-    """Put back what was left over: objects, the objects of ranks, aliases.
+    """Restore the entries left over: objects, the objects of ranks, aliases.
 
     Args:
         text: The text that `pack` gave.

@@ -1,8 +1,8 @@
 """Ranges of flat buffers, which ZeRO and FSDP1 write.
 
-They keep many tensors end to end in one buffer and cut that evenly, wherever the tensors begin. What
+They keep many tensors end to end in one buffer and cut that evenly, regardless of the tensors' offsets. What
 one rank holds of a tensor is then a range of its elements, and a few boxes of it (`nnx_base.box`).
-What all elements share, such as the number of steps, is stored beside them.
+State that all elements share, such as the number of steps, is stored beside them.
 """
 
 from __future__ import annotations

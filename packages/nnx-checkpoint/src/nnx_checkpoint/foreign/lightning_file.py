@@ -237,7 +237,7 @@ def _state_dict(checkpoint: Checkpoint, extra: Mapping[str, Any] | None) -> dict
 
 
 def _by_trainer(trainer: dict[str, Any], model: Any, optimizers: list[Any] | None) -> dict[str, Any]:
-    """What Trainer insists on is added where it is missing."""
+    """Entries that Trainer requires are added if they are missing."""
     tree = dict(trainer)
     if model is not None:
         tree["state_dict"] = model
@@ -294,5 +294,5 @@ def _lightning_version() -> str:
 
 
 def _know_attribute_dict() -> None:
-    """Lightning's dict with attributes comes back as what it was only if its class is in memory."""
+    """Lightning's dict with attributes keeps its class only if the class is in memory."""
     importlib.import_module("lightning.fabric.utilities.data")

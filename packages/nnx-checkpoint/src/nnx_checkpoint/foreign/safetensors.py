@@ -86,11 +86,10 @@ class SafetensorsFiles(CheckpointFormat):
         """Write a directory, or, where the path ends in ``.safetensors``, the weights alone as one file.
 
         Args:
-            checkpoint: The checkpoint to write, of any format.
-            path: A path where nothing is.
-            progress: Told how far it is.
-            max_shard_size: Weights of more bytes are spread over several files, with an index.
-            prefix: What to take off the names in the model's ``state_dict``, such as ``"net."``; what does
+            checkpoint: The checkpoint to write, of any format. path: A path where nothing is. progress: Told
+            how far it is. max_shard_size: Weights of more bytes are spread over several files, with an index.
+            prefix: The prefix to remove from names in the model's ``state_dict``, such as ``"net."``; what
+            does
                 not begin with it is kept with the training state.
             **options: There are no others.
 

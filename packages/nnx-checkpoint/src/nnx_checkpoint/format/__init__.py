@@ -1,1 +1,1 @@
-"""What is written: manifest, index, rank files, encoded values, and where a checkpoint's files lie."""
+"""The files of a checkpoint: manifest, index, rank files, encoded values, and their paths."""

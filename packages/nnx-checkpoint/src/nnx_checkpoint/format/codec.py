@@ -1,4 +1,4 @@
-"""Typed JSON: what is not tensor data, written so that it comes back with its types.
+"""Encode objects other than tensor data as typed JSON, which keeps their types.
 
 JSON's own types stand for themselves. Everything else is an object with the key ``"$"`` that names its
 type. Tensors and shards are lifted out and leave a reference. Nothing is ever executed or imported to

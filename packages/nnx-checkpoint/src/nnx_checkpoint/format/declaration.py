@@ -1,4 +1,4 @@
-"""What any plugin declares, checked: a name, where its class lives, and the version that it is written for.
+"""Check the declarations of plugins: a name, the import path of a class, and the version it is written for.
 
 Declarations are data. This module needs the standard library only.
 """
@@ -26,7 +26,7 @@ class CheckpointFormatSpec:
     Attributes:
         name: Lower case name, as in ``nnx ckpt convert --to NAME``.
         target: ``"pkg.module:Class"`` of its reader and writer.
-        description: One line that says what it is.
+        description: One line of description.
         api_version: The version of this API that the plugin was written for.
     """
 
@@ -89,7 +89,7 @@ def check_reference(reference: object, *, name: str, what: str) -> None:
 
 
 def check_version(version: object, *, name: str) -> None:
-    """Refuse what is not a major and a minor number."""
+    """Refuse anything but a major and a minor number."""
     if isinstance(version, tuple) and [type(part) for part in version] == [int, int]:
         return
     raise PluginError(

@@ -3,7 +3,7 @@
 Tensors of one dtype and shape whose boxes lie in the same files are one *group*, which is written once
 however many they are; a group whose boxes form a regular grid says so in a few numbers. Where in its file a
 box begins is not in the index: the header of the file says it (`nnx_checkpoint.format.rankfile`), and is read
-when data is asked for. This module owns a tensor's entry, whatever format it comes from, the index's text
+when data is asked for. This module owns a tensor's entry, for every format, the index's text
 form, and the check of everything a reader relies on: boxes cut each tensor without gap or overlap, and files
 are exactly as long as what they hold. It never touches the file system and never imports torch unless a dtype
 is asked for.
@@ -70,7 +70,7 @@ class TensorEntry:
         name: Its name, such as ``model.layers.0.weight``.
         shape: Its global shape.
         dtype_name: Its element type, as torch names it, without ``torch.``.
-        pieces: What is stored of it. Several pieces may hold the same box, then with the same data.
+        pieces: Its stored pieces. Several pieces may hold the same box, then with the same data.
     """
 
     name: str
@@ -135,7 +135,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """What tensors of one dtype and shape have in common whose boxes lie in the same files.
+    """Tensors of one dtype and shape with boxes in the same files.
 
     Attributes:
         dtype_name: Their element type.
@@ -324,7 +324,7 @@ class Index:
         return self._known[file]
 
     def entries_of(self, file: str) -> tuple[list[Entry], list[int]]:
-        """What a file holds, and for each entry where its tensor stands among the names."""
+        """Return the entries of a file, and for each the position of its tensor among the names."""
         at = self._file_number.get(file)
         entries: list[Entry] = []
         places: list[int] = []

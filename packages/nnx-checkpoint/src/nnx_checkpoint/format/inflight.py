@@ -1,6 +1,6 @@
 """The one save that a process may have in flight, and what waits for it.
 
-A thread completes it while training goes on. Whoever saves next, reads what is being saved, or ends,
+A thread completes it during training. The next save, a reader of the checkpoint, and the end of the run
 waits for it first; removals asked for meanwhile are queued behind its commit. Its error is raised once,
 where the program takes notice of the save, and logged at exit if nothing ever did.
 This module owns that order. It knows neither torch nor what a save does.

@@ -67,7 +67,7 @@ def objects_file(rank: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What must be true of one file of a save.
+    """The expected size and digest of one file of a save.
 
     Attributes:
         size: Its length in bytes.
@@ -89,7 +89,7 @@ class Manifest:
         created: When it was committed, ISO 8601 in UTC.
         files: Every file in that directory except the copy of the manifest.
         writer: World size and versions of the libraries that wrote it.
-        provenance: What the caller recorded: strategy, step, epoch and so on. Nothing depends on it.
+        provenance: The caller's record: strategy, step, epoch and so on. Nothing depends on it.
         block: Bytes of tensor data under one checksum.
         version: Format version; a reader refuses another major version.
         requires: Features that a reader must know to read this checkpoint correctly.
@@ -106,7 +106,7 @@ class Manifest:
 
 
 class DamagedManifestError(CheckpointError):
-    """A manifest is there, but it is not what was written."""
+    """A manifest exists, but it is damaged."""
 
 
 def load_json(raw: bytes) -> Any:

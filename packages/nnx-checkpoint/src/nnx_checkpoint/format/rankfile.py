@@ -53,7 +53,7 @@ def write_rank_file(
         data: The tensor for each entry; of any device and stride.
 
     Returns:
-        What the manifest must say about the two files; nothing where there is nothing to store.
+        The manifest's records of the two files; none if there is nothing to store.
     """
     order = file_order(entries)
     return write_in_order(
@@ -93,7 +93,7 @@ class ShardWriter:
         self._stream = stream
 
     def add(self, parts: Iterable[memoryview]) -> None:
-        """Append the bytes of one entry; its blocks start anew at its first byte."""
+        """Append the bytes of one entry; its blocks start at its first byte."""
         block = xxhash.xxh3_64()
         missing = BLOCK
         for slab in parts:
@@ -205,13 +205,13 @@ def ranges_of(region: Box, outer: Sequence[int], itemsize: int, gap: int) -> Ran
 def cut(
     region: Box, view: Tensor, outer: Sequence[int], *, gap: int, limit: int
 ) -> Iterator[tuple[Box, Tensor, Ranges]]:
-    """Cut a region, and the view that it goes into, until what is read at once is small.
+    """Cut a region and its target view until each read is small.
 
     Args:
         region: A region of the stored box.
         view: A tensor of the region's extents.
         outer: Extents of the stored box.
-        gap: The same as in `ranges_of`.
+        gap: As in `ranges_of`.
         limit: Most bytes of one part: of all its ranges, or of its only range if that has gaps.
     """
     ranges = ranges_of(region, outer, view.element_size(), gap)

@@ -130,7 +130,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """What the header says of entries that differ in their names only."""
+    """The header's facts about entries that differ in their names only."""
 
     nbytes: int
     fields: str
@@ -188,7 +188,7 @@ _Claim = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
 
 
 def parse_header(raw: bytes) -> dict[tuple[str, tuple[int, ...]], _Claim]:
-    """What a header says, by the name of the tensor and the offset of the box.
+    """The entries of a header, by the name of the tensor and the offset of the box.
 
     Args:
         raw: All bytes of a rank file before its data.

@@ -109,7 +109,7 @@ class Source:
 
     @classmethod
     def open(cls, path: Location) -> Source:
-        """Check the manifest, every file's length, and the index; anew if a writer commits meanwhile."""
+        """Check the manifest, every file's length, and the index; repeat if a writer commits meanwhile."""
         place = place_of(path)
         while True:
             source = cls(place, read_manifest(place))
@@ -148,7 +148,7 @@ class Source:
 
     @cached_property
     def index(self) -> Index:
-        """What is stored where."""
+        """The positions of all stored data."""
         if INDEX not in self.manifest.files:
             raise CheckpointError(f"'{self.path / MANIFEST}' lists no {INDEX}.", remedy="Check the path.")
         raw = self.read_file(INDEX)

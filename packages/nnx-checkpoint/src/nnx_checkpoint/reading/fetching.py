@@ -42,7 +42,7 @@ _SCRATCH = 4 << 20
 
 
 class PieceSource(Protocol):
-    """What the fetcher must know of a checkpoint's files."""
+    """The facts about a checkpoint's files that the fetcher needs."""
 
     @property
     def block(self) -> int | None:
@@ -177,7 +177,7 @@ class _Shared:
 
 
 class _Worker:
-    """What one thread needs: it keeps the last block that was read only in part."""
+    """The state of one thread, with the last block that was read only in part."""
 
     def __init__(self, source: PieceSource, readers: Mapping[str, Reader]) -> None:
         self._source = source
@@ -186,7 +186,7 @@ class _Worker:
         self._edge: tuple[Piece | None, int, bytearray] = (None, -1, bytearray())
 
     def tasks(self, entry: TensorEntry, piece: Piece, region: Box, view: Tensor) -> Iterator[_Task]:
-        """What there is to do to fill a view from a piece."""
+        """The reads and copies that fill a view from a piece."""
         ranges = ranges_of(region, piece.box.size, entry.itemsize, self._gap(piece))
         if ranges.count == 1 and ranges.gapless and _in_place(view):
             memory, start, stop = _bytes_of(view), ranges.first, ranges.first + ranges.span

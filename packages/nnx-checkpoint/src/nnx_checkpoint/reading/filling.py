@@ -44,7 +44,7 @@ def fill_model(
         state: This rank's handles, from `Backend.model_state`.
         source: A `LazyStateDict` or a mapping of complete tensors.
         strict: Refuse missing and unexpected names; shapes must match either way.
-        remedy: What to do where names or shapes differ.
+        remedy: The remedy of errors about names or shapes that differ.
 
     Raises:
         CheckpointError: With every missing and unexpected name and every shape that differs.
@@ -165,7 +165,7 @@ class AllocatesState(Protocol):
 def fill_optimizer(
     backend: AllocatesState, module: nn.Module, optimizer: Optimizer, saved: OptimizerState
 ) -> None:
-    """Restore an optimizer in place, by parameter name, allocating what it does not have yet.
+    """Restore an optimizer in place, by parameter name; allocate its missing state.
 
     Args:
         backend: Allocates and describes state tensors.
@@ -233,7 +233,7 @@ def restore_groups(
     """Give an optimizer's param groups the learning rates, and all else, that were saved.
 
     Args:
-        optimizer: Whose groups are filled.
+        optimizer: The optimizer with the groups to fill.
         names: The names of its parameters.
         saved: The groups of a checkpoint, with the names of their parameters under ``params``.
 

@@ -79,7 +79,7 @@ def load_model(
 
 
 def _self_loading(module: nn.Module, state: ModelState) -> tuple[str, ...]:
-    """What the names begin with that have to be loaded by user code; an empty prefix stands for all."""
+    """Return the prefixes of names that user code has to load; an empty prefix stands for all."""
     if overrides_load_state_dict(module):
         return ("",)
     found: list[str] = []
@@ -132,7 +132,7 @@ def _without(
 def _complete(
     module: nn.Module, prefix: str, source: Mapping[str, Any], device: torch.device | None
 ) -> dict[str, Any]:
-    """Everything under a prefix, in host memory; what is neither parameter nor buffer goes to `device`."""
+    """Read all entries under a prefix to CPU memory; other entries than parameters and buffers go to `device`."""
     held = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     held |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     names = [name for name in source if name.startswith(prefix)]
@@ -173,10 +173,10 @@ class _OwnLoading:
     """Loads complete tensors through the code of modules, and calls hooks, as torch does.
 
     Attributes:
-        complete: By prefix, what is loaded here.
+        complete: The entries that are loaded here, by prefix.
         missing: Names that the checkpoint lacks; hooks may change it.
         unexpected: Names that the module lacks; hooks may change it.
-        errors: What torch has to say of other entries.
+        errors: torch's errors about other entries.
     """
 
     complete: dict[str, dict[str, Any]]

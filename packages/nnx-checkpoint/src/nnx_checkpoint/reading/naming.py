@@ -50,7 +50,7 @@ class OptimizerState(TypedDict):
 
 @dataclass(slots=True)
 class Saved:
-    """What is handed to `nnx_checkpoint.writing.writer.save`."""
+    """The arguments of `nnx_checkpoint.writing.writer.save`."""
 
     tensors: dict[str, Shard] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def _collect_model(model: Mapping[str, Any], saved: Saved) -> dict[str, Any]:
 
 
 def _identity(value: Shard | Tensor) -> Any:
-    """What tied entries have in common: `Module.state_dict` makes another tensor object for each name."""
+    """Return the key that tied entries share: `Module.state_dict` makes another tensor object for each name."""
     if isinstance(value, (Shard, DTensor)) or value.numel() == 0 or value.is_meta or not value.data_ptr():
         return id(value)
     return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
@@ -137,7 +137,7 @@ def positional_optimizer_state(state: Mapping[str, Any], names: Sequence[str]) -
 
 
 def numbered_optimizer_state(state: OptimizerState, *, keep_names: bool = False) -> dict[str, Any]:
-    """A state by parameter name in the form of torch's ``Optimizer.state_dict()``: numbered.
+    """Number a state by parameter name, in the form of torch's ``Optimizer.state_dict()``.
 
     Args:
         state: Tensors and values by parameter name.
@@ -275,7 +275,7 @@ class StoredName:
 
 
 class StoredRanks(Sequence[Any]):
-    """What each rank saved for itself, read when it is looked at; empty if the ranks saved nothing.
+    """Return the objects of each rank, read lazily; empty if the ranks saved none.
 
     Args:
         stored: The open checkpoint.
@@ -294,7 +294,7 @@ class StoredRanks(Sequence[Any]):
 
 
 def stored_objects(stored: Checkpoint, name: Literal["trainer", "extra"]) -> dict[str, Any]:
-    """What the common objects hold under one of the names above; an empty dict if there is no such name.
+    """Return the common object under one of the names above; an empty dict if there is no such name.
 
     Args:
         stored: The open checkpoint.

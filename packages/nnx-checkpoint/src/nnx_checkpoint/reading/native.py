@@ -62,7 +62,7 @@ class NativeCheckpoint(Checkpoint):
 
     @property
     def manifest(self) -> Manifest:
-        """Who wrote the checkpoint, when, and its files."""
+        """The writer and date of the checkpoint, and its files."""
         return self._source.manifest
 
     @property

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Checkpoint(ABC):
-    """What a checkpoint holds, under the logical names of `nnx_checkpoint.reading.naming`.
+    """An open checkpoint, under the logical names of `nnx_checkpoint.reading.naming`.
 
     Attributes:
         path: The path that was opened.

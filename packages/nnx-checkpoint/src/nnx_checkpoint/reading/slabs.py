@@ -1,4 +1,4 @@
-"""What writers of every format share: reading a checkpoint in order, slab by slab, and appearing at once.
+"""Share code between the writers of all formats: read a checkpoint slab by slab, and write atomically.
 
 A writer asks for tensors in the order of its file and gets their bytes in pieces of a few megabytes, read
 ahead by a thread, so that neither the size of a tensor nor of the checkpoint matters for memory. What it
@@ -157,7 +157,7 @@ def _padded(nbytes: int) -> int:
 def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Where to write a file that appears at `path` when the block ends, and not at all if it fails.
 
-    What is written there must be on disk (`StreamWriter.finish` or `write_file` see to it).
+    Its files must be on disk (`StreamWriter.finish` or `write_file` see to it).
 
     Raises:
         CheckpointError: Something is at `path` already.

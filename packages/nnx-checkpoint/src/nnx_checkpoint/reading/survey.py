@@ -91,7 +91,7 @@ def _log_skipped(place: Place, why: str) -> None:
 
 
 def _look_at(place: Place, outer: str) -> tuple[Found | None, list[tuple[Place, str]]]:
-    """What one place is, and where to look next.
+    """Return the kind of one place, and the places to look at next.
 
     Args:
         place: The place.
@@ -116,7 +116,7 @@ def _look_at(place: Place, outer: str) -> tuple[Found | None, list[tuple[Place, 
 
 
 def _children(place: Place, names: list[str], outer: str) -> list[tuple[Place, str]]:
-    """What is to be looked at in a directory: partial conversions, and all that is not hidden."""
+    """Return the entries of a directory to look at: partial conversions, and all that are not hidden."""
     wanted = [
         name
         for name in names

@@ -41,7 +41,7 @@ class Damage:
         file: The file, relative to the checkpoint's directory.
         start: First byte of the range that does not match.
         stop: One past its last byte.
-        problem: A sentence that says what is wrong.
+        problem: One sentence that describes the damage.
     """
 
     file: str
@@ -53,7 +53,7 @@ class Damage:
 def verify(
     path: Location, *, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Damage]:
-    """Read every byte of a checkpoint and compare it with what was written.
+    """Read every byte of a checkpoint and compare it with the checksums.
 
     Args:
         path: The checkpoint's directory, or a link to it, or its URL.
@@ -248,7 +248,7 @@ class _ReadAhead:
 
 
 def find_header_fault(raw: bytes) -> str:
-    """Say what is wrong with what other programs read in the header of a rank file; empty if nothing is.
+    """Return the first fault of a rank file's header that other programs would see; empty if there is none.
 
     Args:
         raw: The file's bytes before its data, which hold what the index says.
@@ -280,7 +280,7 @@ _ARCHIVE_READ = 4 << 20
 
 @dataclass
 class Structure:
-    """What a check of a checkpoint's structure covered, and what it found.
+    """The coverage and the findings of a check of a checkpoint's structure.
 
     Attributes:
         format: Name of the format; empty if the checkpoint could not be opened.
@@ -300,7 +300,7 @@ class Structure:
 def check_structure(
     path: Location, *, weights_only: bool = True, progress: Progress = lambda done, total: None
 ) -> Structure:
-    """Check what can be checked of a checkpoint without checksums.
+    """Check the structure of a checkpoint without checksums.
 
     Args:
         path: A checkpoint of any format.

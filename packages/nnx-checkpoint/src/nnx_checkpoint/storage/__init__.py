@@ -1,4 +1,4 @@
-"""What a checkpoint is stored through: a `Place` is a file or a directory, wherever it lies.
+"""The storage interface of checkpoints: a `Place` is a file or a directory, local or behind a URL.
 
 Everything of a checkpoint is read and written through this interface, so that what is above need not know
 whether it is a path or a URL. `nnx_checkpoint.storage.locations` has the half for this machine's file systems
@@ -50,7 +50,7 @@ class Place(ABC):
     @property
     @abstractmethod
     def location(self) -> Path | str:
-        """What Python's other libraries take: a `pathlib.Path`, or a URL."""
+        """The form for other Python libraries: a `pathlib.Path`, or a URL."""
 
     @property
     @abstractmethod
@@ -70,11 +70,11 @@ class Place(ABC):
 
     @abstractmethod
     def kind(self) -> Literal["file", "directory", "other"] | None:
-        """What is there; ``other`` for what is neither, such as a link inside a directory that was named."""
+        """Return the kind of the place; ``other`` for e.g. a link inside a directory that was named."""
 
     @abstractmethod
     def names(self) -> list[str]:
-        """What is in the directory, sorted; nothing if there is none."""
+        """Return the names in the directory, sorted; none if it does not exist."""
 
     @abstractmethod
     def sizes(self, names: Iterable[str]) -> dict[str, int]:

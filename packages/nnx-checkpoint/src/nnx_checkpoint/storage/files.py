@@ -46,7 +46,7 @@ def explained(doing: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Turn an error of the operating system into one that says what failed, where and what helps.
 
     Args:
-        doing: A verb that says what was being done, such as ``"write"``.
+        doing: The verb of the failed operation, such as ``"write"``.
         path: The file or directory.
     """
     try:
@@ -62,7 +62,7 @@ def explained(doing: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def parent_directory(path: Path, root: Path | None) -> Iterator[int | None]:
-    """A descriptor of the directory that a path lies in, reached from a root without following links.
+    """Open the directory of a path, reached from a root without following links.
 
     Args:
         path: The path, somewhere below the root.
@@ -93,7 +93,7 @@ def close_quietly(fd: int) -> None:
 
 
 def name_within(parent: int | None, path: Path) -> str | Path:
-    """What to call a path beside what `parent_directory` gave."""
+    """Return the name of a path within the directory that `parent_directory` gave."""
     return path if parent is None else path.name
 
 
@@ -140,7 +140,7 @@ def open_file(path: Path, flags: int, *, root: Path | None = None, doing: str = 
 
 
 def look(path: Path, root: Path | None) -> os.stat_result | None:
-    """What is at a path, links below the root not followed; None if nothing is.
+    """Return the status of a path without following links below the root; None if it does not exist.
 
     Raises:
         CheckpointError: The disk fails, so that nobody knows.
@@ -272,13 +272,13 @@ def require_enclosed(directory: Path) -> None:
     """Refuse a directory of which a part that a format looks at lies elsewhere or is no regular file.
 
     Raises:
-        CheckpointError: With the name of what is refused.
+        CheckpointError: It names the refused path.
     """
     _check(directory, directory, _DEPTH)
 
 
 def require_inside(path: Path, directory: Path) -> None:
-    """Refuse what is not a regular file or a directory, or leads out of the checkpoint.
+    """Refuse anything but regular files and directories, and paths that lead out of the checkpoint.
 
     A snapshot in Hugging Face's cache, ``models--*/snapshots/*``, is made of links to files in ``blobs``
     beside ``snapshots``; these are its own.

@@ -143,7 +143,7 @@ def _owner(fd: int) -> str:
 
 
 def _printable(raw: bytes) -> str:
-    """What a file that anybody may have written says, without what would steer a terminal."""
+    """Return the text of an untrusted file without terminal control characters."""
     return "".join(char if char.isprintable() else "?" for char in raw.decode(errors="replace"))
 
 

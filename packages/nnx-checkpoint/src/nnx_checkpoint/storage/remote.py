@@ -52,7 +52,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
 
 @contextlib.contextmanager
 def _explained(doing: str, url: str) -> Iterator[None]:
-    """Turn whatever a store's package raises into one error that says what helps."""
+    """Turn every error of a store's package into one error with a remedy."""
     try:
         yield
     except CheckpointError:
@@ -243,7 +243,7 @@ class UrlReader:
             done += len(part)
 
     def close(self) -> None:
-        """Forget what was kept of the file."""
+        """Drop the cached ranges of the file."""
         _chunks.forget(self)
 
     def chunk(self, number: int) -> bytes:

@@ -50,7 +50,7 @@ class Sink(Protocol):
         """Make the file last, with this length."""
 
     def close(self) -> None:
-        """Let go of it; what was not finished need not be there."""
+        """Close it; an unfinished file need not exist."""
 
 
 class StreamWriter:
@@ -103,7 +103,7 @@ class StreamWriter:
         return data
 
     def finish(self) -> None:
-        """Write what is left and make the file last."""
+        """Write the rest and fsync the file."""
         self._submit(last=True)
         self._stop()
         if self._error is not None:
@@ -182,7 +182,7 @@ class DirectFile:
         _enter_direct(self._fd)
 
     def write(self, buffer: memoryview, length: int, position: int) -> None:
-        """Write whole pages; what is too much is cut off again by `finish`."""
+        """Write full pages; `finish` cuts off the excess."""
         padded = -(-length // ALIGNMENT) * ALIGNMENT
         buffer[length:padded] = bytes(padded - length)
         data = buffer[:padded]

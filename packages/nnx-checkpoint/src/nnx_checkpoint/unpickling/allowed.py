@@ -33,7 +33,7 @@ _NUMPY_KINDS = "?bBhHiIlLqQefdgFDGSUMm"
 
 
 class Inert:
-    """Stands in for a class of another program: keeps what it was made of and does nothing."""
+    """Stands in for a class of another program: keeps its arguments and does nothing."""
 
     arguments: tuple[Any, ...] = ()
     state: Any = None
@@ -128,7 +128,7 @@ class StandIns:
         self._inert = inert
 
     def classes(self) -> list[tuple[Any, str]]:
-        """What takes the place of each class, with the class's pickled name."""
+        """Return the stand-in of each class, by the class's pickled name."""
         return [
             *((self._dict_class(module), f"{module}.AttributeDict") for module in _ATTRIBUTE_DICTS),
             (self._defaultdict, "collections.defaultdict"),

@@ -1,4 +1,4 @@
-"""What unpickling a file would cost, found out before it is unpickled: memory, time, and depth.
+"""Compute the cost of unpickling a file before it is unpickled: memory, time, and depth.
 
 A pickle makes an empty list, of 64 bytes, with each of its own bytes. A tuple that holds one twice, which
 holds one twice, and so on, is looked through to the end when it becomes a key. Keys of one hash are compared
@@ -95,7 +95,7 @@ class _Item:
 
 
 class _Filled:
-    """What was put into a list, a dict or a set."""
+    """The elements of a list, a dict or a set."""
 
     __slots__ = ("counts", "depth", "hashes", "weight")
 
@@ -151,7 +151,7 @@ def refuse_swollen(file: IO[bytes], *, nbytes: int, source: str) -> None:
     """Refuse a file of ``torch.save`` whose pickle costs far more than the file has bytes.
 
     Args:
-        file: The file, or what was read of it.
+        file: The file, or its bytes read so far.
         nbytes: Its size.
         source: Its path, for messages.
 
@@ -186,7 +186,7 @@ class _Following:
         self._looked_at = 0
 
     def follow(self, pickled: IO[bytes]) -> None:
-        """Follow it to its end, or to where it is damaged: who unpickles it says what is wrong."""
+        """Follow it to its end, or to the first damage, which unpickling reports."""
         most_memory = 3 * self._nbytes + (48 << 20)
         stack: list[_Item] = []
         below: list[list[_Item]] = []  # what lies below each mark
@@ -226,7 +226,7 @@ class _Following:
                     raise self._refusal("makes so many objects that they fill the memory")
 
     def _made(self, name: str, argument: Any, items: list[_Item]) -> _Item:
-        """What an operation puts onto the stack."""
+        """Return the values that an operation puts onto the stack."""
         if name == "BUILD" and items[1].called:
             raise self._refusal("restores an object from what is no dict")
         if name in ("APPEND", "SETITEM", "BUILD"):

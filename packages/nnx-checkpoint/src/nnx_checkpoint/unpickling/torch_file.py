@@ -1,7 +1,7 @@
 """Files of ``torch.save``: their structure without their data, and without running what they bring along.
 
 Tensors become `FileTensor`, which says where in the file the elements are. Everything else is unpickled by
-torch's restricted unpickler, which is told of a few harmless classes more.
+torch's restricted unpickler, with a few more harmless classes allowed.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def load_torch_file(
         inert: Prefixes of names of classes that are replaced by `Inert`.
 
     Returns:
-        What was saved; `FileTensor` in place of every tensor (a tensor itself in files of the old format,
+        The saved object; `FileTensor` in place of every tensor (a tensor itself in files of the old format,
         or with ``weights_only=False``).
 
     Raises:
@@ -304,7 +304,7 @@ def map_paths(tree: Any, change: Callable[[tuple[str, ...], Any], Any], path: tu
 
 
 def read_tensors(tree: Any) -> Any:
-    """The same tree with every `FileTensor` read: for what is small, such as the state of callbacks."""
+    """Return the same tree with every `FileTensor` read: for small trees, such as the state of callbacks."""
     return map_tree(tree, lambda value: value.read() if isinstance(value, FileTensor) else value)
 
 
@@ -373,7 +373,7 @@ def locate_tensor(reader: FileReader, path: Path, start: int, length: int) -> Fi
         length: The number of its bytes.
 
     Returns:
-        The tensor; None if what is stored are not its values as they are, so that it has to be loaded.
+        The tensor; None if the stored bytes are not its plain values, so that it has to be loaded.
 
     Raises:
         Exception: There is something else, or it is damaged or malicious; of whatever kind.
@@ -401,7 +401,9 @@ def locate_tensor(reader: FileReader, path: Path, start: int, length: int) -> Fi
     found = FileTensor(tensor.shape, tensor.dtype, tensor.stride, path, first)
     nbytes = max(found.numel * found.dtype.itemsize, found.extent)
     if min((tensor.offset, *tensor.stride)) < 0 or first + nbytes > place + record.file_size:
-        raise ValueError(f"its data has {record.file_size} bytes, expected {nbytes} for shape {found.shape} of {found.dtype}")
+        raise ValueError(
+            f"its data has {record.file_size} bytes, expected {nbytes} for shape {found.shape} of {found.dtype}"
+        )
     if place + record.file_size > start + length:
         raise ValueError("its data ends after the file")
     return found if tensor.plain else None
@@ -446,7 +448,7 @@ def _describe(
     hooks: Any,
     *more: Any,
 ) -> _Described:
-    """Called in place of torch's ``_rebuild_tensor_v2`` and ``_rebuild_tensor_v3``."""
+    """Stand in for torch's ``_rebuild_tensor_v2`` and ``_rebuild_tensor_v3``."""
     key, dtype_name = storage
     names = [value for value in more if isinstance(value, str)]
     flags = [value for value in more if isinstance(value, Mapping) and value]
@@ -457,7 +459,7 @@ def _describe(
 
 
 def _first(value: Any, *more: Any) -> Any:
-    """Called in place of torch's ``_rebuild_parameter``."""
+    """Stand in for torch's ``_rebuild_parameter``."""
     return value
 
 

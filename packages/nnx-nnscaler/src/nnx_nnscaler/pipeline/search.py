@@ -306,9 +306,7 @@ def _notes(prepared: Prepared, schedule: str, loss: str | None) -> tuple[str, ..
     where = "" if prepared.graph.training else "in evaluation "
     notes = [f"{where}no microbatches: {hindrance}"] if hindrance else []
     if schedule != "gpipe" and prepared.graph.training and (hindrance or loss is None):
-        reason = (
-            "no microbatches" if hindrance else "the forward does not return one loss of all samples"
-        )
+        reason = "no microbatches" if hindrance else "the forward does not return one loss of all samples"
         notes.append(f"schedule 'gpipe' instead of {schedule!r}: {reason}")
     return tuple(notes)
 
