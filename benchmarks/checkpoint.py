@@ -133,7 +133,9 @@ class Contest:
         """Seconds until the slowest rank may go on, and until everything is committed."""
         dist.barrier()
         start = time.perf_counter()
-        save = nnx_checkpoint.save_async(self.path("nnx"), tensors=self.shards, objects={"step": 1})
+        save = nnx_checkpoint.save_async(
+            nnx_checkpoint.SaveRequest(self.path("nnx"), tensors=self.shards, objects={"step": 1})
+        )
         blocking = torch.tensor(time.perf_counter() - start)
         save.wait()
         dist.barrier()

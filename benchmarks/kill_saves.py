@@ -63,7 +63,7 @@ def save(path: Path, version: int, rank: int, size: int, *, in_background: bool 
     if not in_background:
         nnx_checkpoint.save(path, tensors=tensors, **state)
         return
-    pending = nnx_checkpoint.save_async(path, tensors=tensors, **state)
+    pending = nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(path, tensors=tensors, **state))
     for shard in tensors.values():
         for view in shard.data:
             view.fill_(-version)

@@ -234,7 +234,9 @@ def background_save(machine: Machine) -> Figures:
         for number in range(3):
             machine.synchronize()
             begun = time.perf_counter()
-            save = nnx_checkpoint.save_async(f"{place}/{number}", tensors=state, objects={})
+            save = nnx_checkpoint.save_async(
+                nnx_checkpoint.SaveRequest(f"{place}/{number}", tensors=state, objects={})
+            )
             stalls.append(time.perf_counter() - begun)
             save.wait()
     return {"bytes": 16 * numel, "stalls, s": stalls}

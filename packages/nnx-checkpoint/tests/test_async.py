@@ -22,6 +22,7 @@ from nnx_base.shard import shard_of
 from nnx_checkpoint.format import inflight
 from nnx_checkpoint.writing import background
 from nnx_checkpoint.writing.copy import Arena
+from nnx_checkpoint.writing.writer import save
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_core.errors import CheckpointError
 from nnx_test_helpers import async_jobs, checkpoint_jobs
@@ -69,13 +70,15 @@ def test_nothing_that_changes_after_the_call_shows(tmp_path: Path, gate: threadi
     objects = {"lifted": lifted, "array": array, "inner": inner, "opaque": opaque}
     provenance, rank_objects = {"from": ["here"]}, {"rng": torch.ones(4), "n": [1]}
     save = nnx_checkpoint.save_async(
-        tmp_path / "a",
-        tensors={"w": shard_of(weight)},
-        objects=objects,
-        rank_objects=rank_objects,
-        aliases=aliases,
-        provenance=provenance,
-        opaque="pickle",
+        nnx_checkpoint.SaveRequest(
+            tmp_path / "a",
+            tensors={"w": shard_of(weight)},
+            objects=objects,
+            rank_objects=rank_objects,
+            aliases=aliases,
+            provenance=provenance,
+            opaque="pickle",
+        )
     )
     with torch.no_grad():
         for tensor in (weight, lifted, rank_objects["rng"]):
@@ -152,7 +155,9 @@ def test_what_cannot_be_saved_is_refused_as_it_is_without_background(tmp_path: P
     ]
     for fault, message in refused:
         with pytest.raises(CheckpointError, match=message):
-            nnx_checkpoint.save_async(tmp_path / "a", **{**state(1), **fault}).wait()
+            nnx_checkpoint.save_async(
+                nnx_checkpoint.SaveRequest(tmp_path / "a", **{**state(1), **fault})
+            ).wait()
         assert inflight.current() is None
         assert not (tmp_path / "a").exists()
 
@@ -163,7 +168,7 @@ def test_what_cannot_be_saved_is_refused_as_it_is_without_background(tmp_path: P
 @pytest.mark.parametrize(
     "action",
     [
-        lambda path: nnx_checkpoint.save_async(path, **state(2)).wait(),
+        lambda path: nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(path, **state(2))).wait(),
         lambda path: nnx_checkpoint.save(path, **state(2)),
         lambda path: nnx.CheckpointIO(async_save=True).load_checkpoint(path),
         lambda path: nnx.CheckpointIO().teardown(),
@@ -175,7 +180,9 @@ def test_what_follows_waits_for_the_save_in_flight(
     tmp_path: Path, gate: threading.Event, action: Callable[[Path], object]
 ) -> None:
     path = tmp_path / "a"
-    first = nnx_checkpoint.save_async(path, objects={"v": 1, "trainer": {}}, tensors=state(1)["tensors"])
+    first = nnx_checkpoint.save_async(
+        nnx_checkpoint.SaveRequest(path, objects={"v": 1, "trainer": {}}, tensors=state(1)["tensors"])
+    )
     timer = threading.Timer(0.2, gate.set)
     timer.start()
     action(path)
@@ -199,7 +206,7 @@ def test_reading_what_is_being_saved_waits_for_it(
     tmp_path: Path, gate: threading.Event, name: str, read: Callable[[Path], Any], answer: Any
 ) -> None:
     (tmp_path / "link").symlink_to("a")
-    nnx_checkpoint.save_async(tmp_path / "a", **state(1))
+    nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(tmp_path / "a", **state(1)))
     timer = threading.Timer(0.1, gate.set)
     timer.start()
     assert read(tmp_path / name.format(tmp_path.name)) == answer
@@ -208,13 +215,13 @@ def test_reading_what_is_being_saved_waits_for_it(
 
 def test_reading_something_else_does_not_wait(tmp_path: Path, gate: threading.Event) -> None:
     nnx_checkpoint.save(tmp_path / "b", **state(3))
-    save = nnx_checkpoint.save_async(tmp_path / "a", **state(1))
+    save = nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(tmp_path / "a", **state(1)))
     assert version(tmp_path / "b") == 3
     assert not save.done()
 
 
 def test_the_name_is_taken_at_once(tmp_path: Path, gate: threading.Event) -> None:
-    nnx_checkpoint.save_async(tmp_path / "new" / "a", **state(1))
+    nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(tmp_path / "new" / "a", **state(1)))
     assert (tmp_path / "new" / "a").is_dir()
 
 
@@ -222,7 +229,7 @@ def test_the_name_is_taken_at_once(tmp_path: Path, gate: threading.Event) -> Non
 
 
 def test_an_error_is_raised_by_wait_every_time_and_by_nothing_else(tmp_path: Path) -> None:
-    save = nnx_checkpoint.save_async(in_the_way(tmp_path / "a"), **state(1))
+    save = nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(in_the_way(tmp_path / "a"), **state(1)))
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"cannot save to '.*/a': it is a file"):
             save.wait()
@@ -230,19 +237,19 @@ def test_an_error_is_raised_by_wait_every_time_and_by_nothing_else(tmp_path: Pat
     nnx_checkpoint.save(tmp_path / "b", **state(1))
 
 
-@pytest.mark.parametrize("follow", [nnx_checkpoint.save, nnx_checkpoint.save_async])
+@pytest.mark.parametrize("follow", [save, nnx_checkpoint.save_async])
 def test_an_error_that_nobody_waited_for_is_raised_by_the_next_save(tmp_path: Path, follow: Any) -> None:
-    nnx_checkpoint.save_async(in_the_way(tmp_path / "a"), **state(1))
+    nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(in_the_way(tmp_path / "a"), **state(1)))
     with pytest.raises(CheckpointError, match=r"cannot save to '.*/a': it is a file"):
-        follow(tmp_path / "b", **state(2))
+        follow(nnx_checkpoint.SaveRequest(tmp_path / "b", **state(2)))
     assert not (tmp_path / "b").exists()
-    follow(tmp_path / "b", **state(3))
+    follow(nnx_checkpoint.SaveRequest(tmp_path / "b", **state(3)))
     inflight.settle()
     assert version(tmp_path / "b") == 3
 
 
 def test_polling_raises_once_when_the_save_has_ended(tmp_path: Path, gate: threading.Event) -> None:
-    save = nnx_checkpoint.save_async(in_the_way(tmp_path / "a"), **state(1))
+    save = nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(in_the_way(tmp_path / "a"), **state(1)))
     background.poll()
     gate.set()
     save._thread.join()
@@ -254,7 +261,9 @@ def test_polling_raises_once_when_the_save_has_ended(tmp_path: Path, gate: threa
 def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nnx_checkpoint.save(tmp_path / "a", **state(1))
     with pytest.raises(CheckpointError, match="target must be stored"):
-        nnx_checkpoint.save_async(tmp_path / "a", **state(2), aliases={"x": "nowhere"}).wait()
+        nnx_checkpoint.save_async(
+            nnx_checkpoint.SaveRequest(tmp_path / "a", **state(2), aliases={"x": "nowhere"})
+        ).wait()
     assert version(tmp_path / "a") == 1
 
 
@@ -264,7 +273,8 @@ from nnx_checkpoint.writing.writer import Save
 from nnx_base.shard import shard_of
 complete = Save.complete
 Save.complete = lambda self: (time.sleep(0.5), complete(self))
-nnx_checkpoint.save_async(sys.argv[1], tensors={"w": shard_of(torch.full((1000,), 7))}, objects={"v": 7})
+tensors = {"w": shard_of(torch.full((1000,), 7))}
+nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(sys.argv[1], tensors=tensors, objects={"v": 7}))
 """
 
 
@@ -305,7 +315,7 @@ def test_a_save_that_outlasts_the_program_needs_no_further_thread(
 def test_a_removal_waits_for_the_commit(tmp_path: Path, gate: threading.Event) -> None:
     io = nnx.CheckpointIO(async_save=True)
     nnx_checkpoint.save(tmp_path / "old", **state(1))
-    save = nnx_checkpoint.save_async(tmp_path / "new", **state(2))
+    save = nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(tmp_path / "new", **state(2)))
     io.remove_checkpoint(tmp_path / "old")
     assert version(tmp_path / "old") == 1
     gate.set()
@@ -319,7 +329,7 @@ def test_a_removal_behind_a_save_that_failed_is_skipped(
     tmp_path: Path, gate: threading.Event, caplog: pytest.LogCaptureFixture, when: str
 ) -> None:
     nnx_checkpoint.save(tmp_path / "old", **state(1))
-    save = nnx_checkpoint.save_async(in_the_way(tmp_path / "new"), **state(2))
+    save = nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(in_the_way(tmp_path / "new"), **state(2)))
     if when == "ended":
         gate.set()
         save._thread.join()
@@ -337,17 +347,17 @@ def test_a_removal_behind_a_save_that_failed_is_skipped(
 def test_a_removal_never_takes_what_was_saved_after_it(tmp_path: Path, gate: threading.Event) -> None:
     io = nnx.CheckpointIO(async_save=True)
     nnx_checkpoint.save(tmp_path / "a", **state(1))
-    nnx_checkpoint.save_async(tmp_path / "b", **state(2))
+    nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(tmp_path / "b", **state(2)))
     io.remove_checkpoint(tmp_path / "a")
     threading.Timer(0.1, gate.set).start()
-    nnx_checkpoint.save_async(tmp_path / "a", **state(3)).wait()
+    nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(tmp_path / "a", **state(3))).wait()
     assert (version(tmp_path / "a"), version(tmp_path / "b")) == (3, 2)
 
 
 def test_a_removal_that_fails_is_logged(
     tmp_path: Path, gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save = nnx_checkpoint.save_async(tmp_path / "a", **state(1))
+    save = nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(tmp_path / "a", **state(1)))
 
     def fail() -> None:
         raise OSError("busy")

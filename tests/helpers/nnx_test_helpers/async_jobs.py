@@ -47,12 +47,14 @@ def save_and_change(path: str) -> bool:
     objects = {"version": 1, "best": best, "pair": (1, 2)}
     with delayed(lambda: gate.wait(30)):
         save = nnx_checkpoint.save_async(
-            path,
-            tensors=tensors,
-            objects=objects,
-            rank_objects={"rng": rng, **rest},
-            aliases={"model.tied": "model.rows"},
-            provenance={"strategy": "test"},
+            nnx_checkpoint.SaveRequest(
+                path,
+                tensors=tensors,
+                objects=objects,
+                rank_objects={"rng": rng, **rest},
+                aliases={"model.tied": "model.rows"},
+                provenance={"strategy": "test"},
+            )
         )
         for view in [best, rng, *(view for shard in tensors.values() for view in shard.data)]:
             view.zero_()
@@ -73,7 +75,9 @@ def attempt(path: str, fault: str) -> list[tuple[str, str] | None]:
         if rank == 1:
             planted.enter_context(checkpoint_jobs.plant(fault, state))
         save: list[nnx_checkpoint.PendingSave] = []
-        raised.append(_error(lambda: save.append(nnx_checkpoint.save_async(path, **state))))
+        raised.append(
+            _error(lambda: save.append(nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(path, **state))))
+        )
         raised.append(_error(save[0].wait))
     return raised
 
@@ -91,7 +95,7 @@ def poll_until_noticed(path: str, slow_rank: int, fail: bool) -> tuple[int, str]
     rank, _ = checkpoint_jobs.rank_and_size()
     tensors = {"w": shard_of(torch.zeros(10, dtype=torch.complex32 if fail and rank else torch.complex64))}
     with delayed(lambda: time.sleep(0.3 if rank == slow_rank else 0.0)):
-        nnx_checkpoint.save_async(path, tensors=tensors, objects={})
+        nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(path, tensors=tensors, objects={}))
         for number in range(1000):
             try:
                 background.poll()
@@ -109,11 +113,13 @@ def alone_then_together(folder: str) -> list[tuple[str, str] | None]:
     if rank == 0:
         file = Path(folder) / "file"
         file.write_text("in the way")
-        nnx_checkpoint.save_async(file, tensors={}, objects={}, collective=False)
+        nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(file, tensors={}, objects={}, collective=False))
     state: dict[str, Any] = {"tensors": {"w": shard_of(torch.ones(3))}, "objects": {}}
     return [
         _error(lambda: nnx_checkpoint.save(Path(folder) / "a", **state)),
-        _error(lambda: nnx_checkpoint.save_async(Path(folder) / "a", **state).wait()),
+        _error(
+            lambda: nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(Path(folder) / "a", **state)).wait()
+        ),
     ]
 
 
@@ -123,11 +129,13 @@ def train_meanwhile(path: str, saves: int) -> tuple[int, list[str]]:
     steps = 0
     for version in range(1, saves + 1):
         save = nnx_checkpoint.save_async(
-            path,
-            tensors=checkpoint_jobs.shards(rank, size),
-            objects={"version": version, "best": torch.tensor(0.5), "pair": (1, 2)},
-            rank_objects={"rng": torch.full((4,), rank), "rank": rank},
-            aliases={"model.tied": "model.rows"},
+            nnx_checkpoint.SaveRequest(
+                path,
+                tensors=checkpoint_jobs.shards(rank, size),
+                objects={"version": version, "best": torch.tensor(0.5), "pair": (1, 2)},
+                rank_objects={"rng": torch.full((4,), rank), "rank": rank},
+                aliases={"model.tied": "model.rows"},
+            )
         )
         running = True
         while running:
@@ -146,7 +154,9 @@ def leave_during_save(path: str) -> str:
 
     rank, size = checkpoint_jobs.rank_and_size()
     with delayed(lambda: os._exit(9) if rank == 1 else None):
-        save = nnx_checkpoint.save_async(path, tensors=checkpoint_jobs.shards(rank, size), objects={})
+        save = nnx_checkpoint.save_async(
+            nnx_checkpoint.SaveRequest(path, tensors=checkpoint_jobs.shards(rank, size), objects={})
+        )
         try:
             save.wait()
         except CheckpointError as error:

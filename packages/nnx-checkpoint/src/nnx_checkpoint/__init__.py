@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nnx_checkpoint.reading.verification import Damage, verify
     from nnx_checkpoint.writing.background import save_async
     from nnx_checkpoint.writing.collecting import collect_garbage
+    from nnx_checkpoint.writing.request import SaveRequest
 
 __all__ = [
     "Checkpoint",
@@ -39,6 +40,7 @@ __all__ = [
     "NativeCheckpoint",
     "PendingSave",
     "Reader",
+    "SaveRequest",
     "TensorEntry",
     "Writer",
     "collect_garbage",
@@ -67,6 +69,7 @@ _HOME = {
     "NativeCheckpoint": "reading.native",
     "PendingSave": "format.inflight",
     "Reader": "foreign.dcp",
+    "SaveRequest": "writing.request",
     "TensorEntry": "format.index",
     "Writer": "foreign.dcp",
     "collect_garbage": "writing.collecting",

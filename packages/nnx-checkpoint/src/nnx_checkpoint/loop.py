@@ -45,6 +45,7 @@ from nnx_checkpoint.reading.state import (
 from nnx_checkpoint.storage import Location
 from nnx_checkpoint.unpickling.torch_file import map_tree
 from nnx_checkpoint.writing import writer
+from nnx_checkpoint.writing.request import SaveRequest
 
 
 def save(
@@ -96,16 +97,18 @@ def save(
     common, own = _states_of(objects or {}, values, rank_objects, opaque, collective=collective)
     saved = _gathered(model, _listed(optimizer), common, prefix)
     writer.save(
-        path,
-        tensors={**saved.tensors, **_shards(tensors)},
-        objects=saved.objects,
-        rank_objects=own,
-        aliases={**saved.aliases, **(aliases or {})},
-        state_dict_type=state_dict_type,
-        provenance=provenance,
-        opaque=opaque,
-        keep_previous=keep_previous,
-        collective=collective,
+        SaveRequest(
+            path,
+            tensors={**saved.tensors, **_shards(tensors)},
+            objects=saved.objects,
+            rank_objects=own,
+            aliases={**saved.aliases, **(aliases or {})},
+            state_dict_type=state_dict_type,
+            provenance=provenance or {},
+            opaque=opaque,
+            keep_previous=keep_previous,
+            collective=collective,
+        )
     )
 
 

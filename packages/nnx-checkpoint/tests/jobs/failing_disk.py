@@ -72,7 +72,7 @@ def save(path: Path, version: int, *, rank: int = 0, size: int = 1, in_backgroun
     tensors["replicated"] = shard_of(torch.full((3,), version))
     state: dict[str, Any] = {"objects": {"version": version}, "rank_objects": {"v": version}}
     if in_background:
-        nnx_checkpoint.save_async(path, tensors=tensors, **state).wait()
+        nnx_checkpoint.save_async(nnx_checkpoint.SaveRequest(path, tensors=tensors, **state)).wait()
     else:
         nnx_checkpoint.save(path, tensors=tensors, **state)
 

@@ -374,7 +374,7 @@ def _names(late: Sequence[tuple[float, int, Path]]) -> str:
 
 
 class DcpDirectory(CheckpointFormat):
-    """The directory of ``dcp.save``: ``.metadata`` and files of every rank, or safetensors files without it."""
+    """The directory of ``dcp.save``: ``.metadata`` and files of every rank, or safetensors files."""
 
     name = "dcp"
     can_write = True

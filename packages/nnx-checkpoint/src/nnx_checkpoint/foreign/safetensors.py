@@ -86,15 +86,16 @@ class SafetensorsFiles(CheckpointFormat):
         """Write a directory, or, where the path ends in ``.safetensors``, the weights alone as one file.
 
         Args:
-            checkpoint: The checkpoint to write, of any format. path: A path where nothing is. progress: Told
-            how far it is. max_shard_size: Weights of more bytes are spread over several files, with an index.
-            prefix: The prefix to remove from names in the model's ``state_dict``, such as ``"net."``; what
-            does
-                not begin with it is kept with the training state.
+            checkpoint: The checkpoint to write, of any format.
+            path: A path that does not exist.
+            progress: Called with the bytes done and the total.
+            max_shard_size: Weights of more bytes are spread over several files, with an index.
+            prefix: The prefix to remove from names in the model's ``state_dict``, such as ``"net."``; entries
+                without it are kept with the training state.
             **options: There are no others.
 
         Raises:
-            CheckpointError: Nothing begins with the prefix, a single file cannot hold all, an object has no
+            CheckpointError: No name has the prefix, a single file cannot hold all entries, an object has no
                 JSON form, or reading or writing failed.
         """
         self.refuse_options(options)

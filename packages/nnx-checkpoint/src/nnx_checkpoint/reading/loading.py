@@ -132,7 +132,7 @@ def _without(
 def _complete(
     module: nn.Module, prefix: str, source: Mapping[str, Any], device: torch.device | None
 ) -> dict[str, Any]:
-    """Read all entries under a prefix to CPU memory; other entries than parameters and buffers go to `device`."""
+    """Read all entries under a prefix to CPU memory, but extra entries to `device`."""
     held = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     held |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     names = [name for name in source if name.startswith(prefix)]

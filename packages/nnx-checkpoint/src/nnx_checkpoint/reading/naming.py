@@ -98,7 +98,7 @@ def _collect_model(model: Mapping[str, Any], saved: Saved) -> dict[str, Any]:
 
 
 def _identity(value: Shard | Tensor) -> Any:
-    """Return the key that tied entries share: `Module.state_dict` makes another tensor object for each name."""
+    """Return the key that tied entries share, as `Module.state_dict` makes a tensor object for each name."""
     if isinstance(value, (Shard, DTensor)) or value.numel() == 0 or value.is_meta or not value.data_ptr():
         return id(value)
     return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device

@@ -402,7 +402,8 @@ def locate_tensor(reader: FileReader, path: Path, start: int, length: int) -> Fi
     nbytes = max(found.numel * found.dtype.itemsize, found.extent)
     if min((tensor.offset, *tensor.stride)) < 0 or first + nbytes > place + record.file_size:
         raise ValueError(
-            f"its data has {record.file_size} bytes, expected {nbytes} for shape {found.shape} of {found.dtype}"
+            f"its data has {record.file_size} bytes, expected {nbytes} for shape {found.shape} "
+            f"of {found.dtype}"
         )
     if place + record.file_size > start + length:
         raise ValueError("its data ends after the file")

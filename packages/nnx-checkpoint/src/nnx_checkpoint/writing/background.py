@@ -8,67 +8,42 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed import all_reduce
 
 from nnx_base.ranks import background_group, control_group
-from nnx_base.shard import Shard
 from nnx_checkpoint.format import inflight
 from nnx_checkpoint.format.inflight import PendingSave
-from nnx_checkpoint.storage import Location, Place
+from nnx_checkpoint.storage import Place
 from nnx_checkpoint.writing.copy import Arena
-from nnx_checkpoint.writing.writer import Save, SaveRequest
+from nnx_checkpoint.writing.request import SaveRequest
+from nnx_checkpoint.writing.writer import Save
 
 _arena = Arena()
 
 
-def save_async(
-    path: Location,
-    *,
-    tensors: Mapping[str, Shard],
-    objects: Mapping[str, Any],
-    rank_objects: Mapping[str, Any] | None = None,
-    aliases: Mapping[str, str] | None = None,
-    state_dict_type: Literal["sharded", "deduped"] = "deduped",
-    provenance: Mapping[str, Any] | None = None,
-    opaque: Literal["error", "pickle"] = "error",
-    keep_previous: int = 0,
-    collective: bool = True,
-) -> PendingSave:
-    """Copy what is to be saved, and write the checkpoint in the background.
+def save_async(request: SaveRequest) -> PendingSave:
+    """Copy the state of a request, and write the checkpoint in the background.
 
-    Takes the arguments of `save`, in this module. All of them may be changed as soon as this returns.
-    A save that is still in flight is waited for first. The copy takes host memory as large as this
-    rank's tensors, which is kept for the next save.
+    The tensors and objects may change as soon as this returns. A save that is still in flight is awaited
+    first. The copy takes CPU memory as large as this rank's tensors, which is kept for the next save.
 
     Returns:
-        The save in flight: ask it with ``done()``, or ``wait()`` for it, on every rank. If nobody does,
-        the next save raises its error; Python waits for it at exit.
+        The save in flight: ask it with ``done()``, or ``wait()`` for it, on every rank. The next save raises
+        the error of a save that nobody awaited; Python waits for it at exit.
 
     Raises:
-        CheckpointError: The save before this one failed, or in a single process, something cannot be
-            saved. What only some ranks cannot save is raised on every rank, by `PendingSave.wait`.
+        CheckpointError: The previous save failed, or in a single process, an object cannot be saved. If only
+            some ranks cannot save an object, `PendingSave.wait` raises on every rank.
     """
-    request = SaveRequest(
-        path=path,
-        tensors=tensors,
-        objects=objects,
-        rank_objects=rank_objects,
-        aliases=dict(aliases or {}),
-        mode=state_dict_type,
-        provenance=copy.deepcopy(dict(provenance or {})),
-        opaque=opaque,
-        keep_previous=keep_previous,
-        collective=collective,
-    )
-    group = background_group() if collective else None
-    save = Save(request, group)
+    group = background_group() if request.collective else None
+    kept = replace(request, aliases=dict(request.aliases), provenance=copy.deepcopy(dict(request.provenance)))
+    save = Save(kept, group)
     save.follow_previous()
     try:
         save.capture(_arena.stage)
@@ -77,7 +52,7 @@ def save_async(
             raise
         save.fail(error)
     made = save.rank == 0 and _make_directory(save.path)
-    return inflight.start(str(path), partial(_complete, save, made), collective=group is not None)
+    return inflight.start(str(request.path), partial(_complete, save, made), collective=group is not None)
 
 
 def poll(*, collective: bool = True) -> None:

@@ -19,7 +19,7 @@ import json
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,10 +33,11 @@ from nnx_checkpoint.format import inflight
 from nnx_checkpoint.format.codec import Encoder
 from nnx_checkpoint.format.manifest import FileEntry, digest, objects_file
 from nnx_checkpoint.format.rankfile import write_rank_file
-from nnx_checkpoint.storage import Location, Place
+from nnx_checkpoint.storage import Place
 from nnx_checkpoint.storage.locations import place_of
 from nnx_checkpoint.writing.description import Description, describe, gather_descriptions
-from nnx_checkpoint.writing.plan import Mode, Plan, RankPlan, make_plan, select
+from nnx_checkpoint.writing.plan import Plan, RankPlan, make_plan, select
+from nnx_checkpoint.writing.request import SaveRequest
 from nnx_checkpoint.writing.transaction import Transaction, begin
 
 __all__ = ["Files", "save", "write_objects", "writer_info"]
@@ -44,81 +45,18 @@ __all__ = ["Files", "save", "write_objects", "writer_info"]
 Files = dict[str, FileEntry]
 
 
-def save(
-    path: Location,
-    *,
-    tensors: Mapping[str, Shard],
-    objects: Mapping[str, Any],
-    rank_objects: Mapping[str, Any] | None = None,
-    aliases: Mapping[str, str] | None = None,
-    state_dict_type: Literal["sharded", "deduped"] = "deduped",
-    provenance: Mapping[str, Any] | None = None,
-    opaque: Literal["error", "pickle"] = "error",
-    keep_previous: int = 0,
-    collective: bool = True,
-) -> None:
+def save(request: SaveRequest) -> None:
     """Write a checkpoint; collective over all ranks, a plain call in a single process.
 
     The previous checkpoint at this path stays loadable until the new one is complete and on disk.
 
-    Args:
-        path: Directory of the checkpoint: new, empty, or a checkpoint to replace. A path, or a URL such
-            as ``s3://bucket/last.ckpt``.
-        tensors: This rank's shards of every logical tensor.
-        objects: Everything else. Rank 0's tree is stored; tensors, DTensors and shards anywhere in it are
-            lifted out (of a plain tensor rank 0's value; of a DTensor or shard every rank's part, which
-            takes the same tree on all ranks).
-        rank_objects: A tree of this rank alone, such as its random state; it may hold small tensors.
-        aliases: Tied names that share storage with a tensor stored under another name.
-        state_dict_type: ``"deduped"`` stores each box once across the world; ``"sharded"`` stores every
-            rank's whole local state, so that each rank resumes from its own file.
-        provenance: Plain JSON that says where the checkpoint comes from. Nothing depends on it.
-        opaque: ``"pickle"`` stores objects that have no safe encoding; ``"error"`` refuses them.
-        keep_previous: The number of earlier saves at this path to keep on disk.
-        collective: False writes from this process alone, which must hold every tensor whole; for
-            strategies that save from one rank.
-
     Raises:
-        CheckpointError: On every rank, if any rank could not describe or write its part. What was saved
-            at this path before is then intact.
+        CheckpointError: On every rank, if any rank could not describe or write its shards. The previous
+            checkpoint at this path is then intact.
     """
-    request = SaveRequest(
-        path=path,
-        tensors=tensors,
-        objects=objects,
-        rank_objects=rank_objects,
-        aliases=aliases or {},
-        mode=state_dict_type,
-        provenance=provenance or {},
-        opaque=opaque,
-        keep_previous=keep_previous,
-        collective=collective,
-    )
-    one = Save(request, control_group() if collective else None)
+    one = Save(request, control_group() if request.collective else None)
     one.follow_previous()
     one.complete()
-
-
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
-    """What `save` was asked to do."""
-
-    path: Location
-    tensors: Mapping[str, Shard]
-    objects: Mapping[str, Any]
-    rank_objects: Mapping[str, Any] | None
-    aliases: Mapping[str, str]
-    mode: Mode
-    provenance: Mapping[str, Any]
-    opaque: Literal["error", "pickle"]
-    keep_previous: int
-    collective: bool
-
-    def __post_init__(self) -> None:
-        if self.mode not in ("sharded", "deduped"):
-            raise CheckpointError(
-                f"unknown state_dict_type {self.mode!r}.", remedy='Use "sharded" or "deduped".'
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +188,7 @@ class Save:
         return self._captured
 
     def _plan(self, descriptions: list[list[Description]]) -> list[RankPlan]:
-        self.plan = make_plan(descriptions, self.request.mode)
+        self.plan = make_plan(descriptions, self.request.state_dict_type)
         self.transaction = begin(self.path)
         return self.plan.rank_plans(self.transaction.save_id)
 

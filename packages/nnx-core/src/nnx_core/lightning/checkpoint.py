@@ -34,7 +34,9 @@ from nnx_checkpoint.reading.naming import (
 )
 from nnx_checkpoint.reading.state import OptimizerState
 from nnx_checkpoint.storage.locations import place_of
-from nnx_checkpoint.writing.background import release
+from nnx_checkpoint.writing.background import release, save_async
+from nnx_checkpoint.writing.request import SaveRequest
+from nnx_checkpoint.writing.writer import save
 from nnx_core.errors import CheckpointError
 from nnx_core.options import StateDictType, check_choice
 
@@ -191,8 +193,7 @@ class CheckpointIO:
     def _save(self, saved: Saved, path: Any, *, provenance: Mapping[str, Any], collective: bool) -> None:
         # After saving this one Lightning asks SLURM to end the job.
         is_last = self._run_has_ended or place_of(path).name.startswith("hpc_ckpt_")
-        save = storage.save_async if self.async_save and not is_last else storage.save
-        save(
+        request = SaveRequest(
             path,
             tensors=saved.tensors,
             objects=saved.objects,
@@ -203,6 +204,10 @@ class CheckpointIO:
             opaque=self.opaque_objects,
             collective=collective,
         )
+        if self.async_save and not is_last:
+            save_async(request)
+        else:
+            save(request)
 
 
 def settle_together() -> None:
