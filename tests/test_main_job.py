@@ -20,7 +20,7 @@ def train_gpt(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, ROOT / "examples/train_gpt.py", f"--out={out}", *arguments]
     # A width of its own, so that no cell of the table is folded when the test has a narrow terminal.
     environment = os.environ | {"COLUMNS": "100", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
 
 
 @pytest.fixture(scope="module")
