@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.timeout(600)
 STEPS = 4
 
 
