@@ -398,13 +398,19 @@ class StaleWeights(FSDPBackend):
     def __init__(self, options: Any) -> None:
         super().__init__(replace(options, min_num_params=100, reshard_after_forward=False))
 
-    def _reshard(self, module: nn.Module) -> None:
-        if not self._keeping:
-            super()._reshard(module)
+    def setup(self, context: Any) -> None:
+        super().setup(context)
+        sharding: Any = self.sharding
+        if "free" in vars(sharding):
+            return
+        free, run_manual = sharding.free, sharding._run_manual
+        sharding.free = lambda root: None if self._keeping else free(root)
 
-    def _run_manual(self, *args: Any, **kwargs: Any) -> Any:
-        with self._keep():
-            return super()._run_manual(*args, **kwargs)
+        def run_and_keep(*args: Any, **kwargs: Any) -> Any:
+            with self._keep():
+                return run_manual(*args, **kwargs)
+
+        sharding._run_manual = run_and_keep
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._keep():

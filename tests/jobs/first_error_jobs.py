@@ -43,7 +43,7 @@ def lose_it_carelessly(subject: Subject, meeting: str, place: str, in_step: bool
 def reset_in_vain(subject: Subject, meeting: str, is_careless: bool) -> Ending:
     """Fail before the model's first call where FSDP2 cannot be reset, with the planted fault or without."""
     subject.prepare()
-    with patch("nnx_fsdp.backend.begin_anew", side_effect=AttributeError("no such order")):
+    with patch("nnx_fsdp.sharding.begin_anew", side_effect=AttributeError("no such order")):
         if not is_careless:
             return fail_before_the_model(subject, meeting)
         with patch.object(CleanUp, "run", _raise_at_once):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from nnx_conformance.pool import WorkerPool
-from nnx_fsdp.backend import mesh_of
+from nnx_fsdp.meshes import mesh_of
 
 
 def make_meshes() -> list[bool]:

@@ -7,7 +7,7 @@ plan's. Steps that run out of device memory are repeated here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,18 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx_checkpoint.reading.state import ModelState, OptimizerState
+from nnx_checkpoint.reading.state import ModelState
 from nnx_colossalai.device import Device, HostDevice
 from nnx_colossalai.loss_scale import DynamicLossScaler, LossScaleRule
 from nnx_colossalai.model import ChunkedModel
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.retry import Retrying
 from nnx_core._torch_compat import tree_map_only
-from nnx_core.backend import Backend, ParallelContext, Sample
+from nnx_core.backend import ParallelContext, Sample
 from nnx_core.errors import UnsupportedError
-from nnx_core.optimizers.gradients import Gradient
-from nnx_core.optimizers.whole_matrix import OwnerRanks
-from nnx_core.view.hidden_state import HiddenStates
+from nnx_core.parts_backend import PartsBackend
+from nnx_core.view.hidden_state import StateParts
 
 __all__ = [
     "ColossalAIBackend",
@@ -36,7 +35,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-class ColossalAIBackend(Backend[ColossalAIOptions]):
+class ColossalAIBackend(PartsBackend[ColossalAIOptions]):
     """Holds a model in chunks, each placed on the device or in host memory as the plan says.
 
     Between steps the user's module has its masters, which optimizers, checkpoints and callbacks see.
@@ -48,14 +47,12 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         super().__init__(options)
         self._models: dict[nn.Module, ChunkedModel] = {}
         self._owners: dict[Optimizer, ChunkedModel] = {}
-        self._states = HiddenStates()
         self._retrying: Retrying | None = None
         self._device: Device[Any] | None = None
 
     def setup(self, context: ParallelContext) -> None:
         """Take the rank's device."""
         super().setup(context)
-        self._owner_ranks = OwnerRanks(self.shard, context.device)
         self._device = self._make_device(context)
         if self._is_limited(self._device):
             self._retrying = Retrying(self._device, context.world_size)
@@ -109,15 +106,7 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
             self._refuse_what_steps_others(optimizer, module)
         self._owners.update(dict.fromkeys(optimizers, model))
         model.setup_optimizers(optimizers)
-        self._owner_ranks.setup(optimizers)
-        parts = model.engine.state_parts(self._refusal)
-        for optimizer in optimizers if parts is not None else ():
-            self._states.hide(optimizer, parts=parts)
-
-    def _refusal(self, optimizer: Optimizer) -> str | None:
-        """Where state is that user code cannot look at; what it looks at must have been stepped."""
-        self._finish()
-        return self._owner_ranks.refusal(optimizer)
+        super().setup_optimizers(module, optimizers)
 
     def _refuse_what_another_model_has(self, module: nn.Module) -> None:
         """Every chunk is one model's, and so is every optimizer's step."""
@@ -146,7 +135,7 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         model.finish()
         self._states.remove()
         self._owners = {optimizer: owner for optimizer, owner in self._owners.items() if owner is not model}
-        model.engine.gather_at_end = self.gather_at_end
+        model.engine.at_end = self.at_end
         return model.undo()
 
     def teardown(self) -> None:
@@ -215,21 +204,37 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         if not args and kwargs.get("closure") is None:
             # A forward since the last backward has left working weights, which hooks of the step would see.
             owner.engine.end_step()
-        for_user = partial(self._states.for_user, optimizer)
-        args = tuple(owner.engine.for_user(for_user(argument)) for argument in args)
-        kwargs = {name: owner.engine.for_user(for_user(argument)) for name, argument in kwargs.items()}
-        with owner.engine.stepping(), self._states.shown(optimizer):
-            if self._owner_ranks.serves(optimizer):
-                step = partial(self._owner_ranks.step, optimizer, step)
-            return owner.stepper.step(optimizer, step, *args, **kwargs)
+        return super().optimizer_step(optimizer, step, *args, **kwargs)
 
-    def gradients(self, optimizer: Optimizer) -> list[Gradient]:
-        """Handles on the local gradients, with what user code has written into whole ones."""
+    def step_shards(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Step chunk by chunk, in the background if nothing forbids it."""
+        if self._owner_ranks.serves(optimizer):
+            step = partial(self._owner_ranks.step, optimizer, step)
+        return self._owners[optimizer].stepper.step(optimizer, step, *args, **kwargs)
+
+    def state_parts(self, module: nn.Module) -> StateParts | None:
+        """Optimizer state reads as unsharded above one rank."""
+        return self._models[module].engine.state_parts(self.state_refusal)
+
+    def state_refusal(self, optimizer: Optimizer) -> str | None:
+        """Finish all pending steps first: state that user code reads must have been stepped."""
+        self._finish()
+        return super().state_refusal(optimizer)
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Around work on masters and optimizer state, once all pending steps are over."""
+        self._finish()
+        yield
+
+    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        """Parameters are the masters that this rank holds."""
         owner = self._owners.get(optimizer)
-        if owner is None:
-            return super().gradients(optimizer)
-        with owner.engine.stepping():
-            return super().gradients(optimizer)
+        return nullcontext() if owner is None else owner.engine.stepping()
+
+    def for_user(self, optimizer: Optimizer, argument: Any) -> Any:
+        """Return a closure that sees unsharded weights; other arguments as they are."""
+        return self._owners[optimizer].engine.for_user(argument)
 
     def written(self, module: nn.Module) -> Mapping[str, int]:
         """What was written into weights that the ranks hold in shards."""
@@ -237,21 +242,9 @@ class ColossalAIBackend(Backend[ColossalAIOptions]):
         return {} if model is None else model.engine.written(module)
 
     def model_state(self, module: nn.Module) -> ModelState:
-        """Handles on the masters, once all that is pending is over."""
+        """Handles on the masters, once all pending steps are over."""
         self._finish()
         return super().model_state(module)
-
-    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
-        """Handles on the optimizer's state, once all that is pending is over."""
-        self._finish()
-        with self._states.shown(optimizer):
-            return self._owner_ranks.describe(module, optimizer)
-
-    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
-        """Restore an optimizer, once all that is pending is over."""
-        self._finish()
-        with self._states.shown(optimizer):
-            self._owner_ranks.load(self, module, optimizer, saved)
 
     def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Make working weights of the masters that were loaded."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -22,15 +22,14 @@ from torch.utils.checkpoint import checkpoint
 from nnx_base._torch_compat import local_mode
 from nnx_base.ranks import engine_group
 from nnx_base.shard import Shard, shard_of
-from nnx_checkpoint.reading.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core._torch_compat import tree_map
 from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.agree.watch import Writes
-from nnx_core.backend import Backend, ParallelContext, Sample
+from nnx_core.backend import ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.optimizers.elementwise import try_optimizer
 from nnx_core.optimizers.gradients import Gradient
-from nnx_core.view.hidden_state import HiddenStates
+from nnx_core.parts_backend import PartsBackend
 from nnx_core.view.modules import Layers, broadcast_module, lay_in_order, materialize, move_to, with_strides
 from nnx_fairscale._fairscale_fsdp import HostShim, NullStream, Piece, Unit, is_taken, leave_out
 from nnx_fairscale.options import FairscaleFSDPOptions
@@ -147,7 +146,7 @@ class _Forward(partial[Any]):
         return copy.deepcopy(self.args[-1], memo)
 
 
-class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
+class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
     """Shards parameters, gradients and optimizer state over the ranks with fairscale's FSDP.
 
     The model's tree, names and parameter objects stay as they are; see `Unit`.
@@ -165,7 +164,6 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         self._reduce_group: dist.ProcessGroup | None = None
         self._order: CollectiveOrder | None = None
         self._weights: Weights | None = None
-        self._states = HiddenStates()
         self._writes = Writes(lambda: self.is_watched)
         self._in_step = 0
         self._accumulates = self._has_failed = False
@@ -478,19 +476,18 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
             stack.callback(setattr, self, "_accumulates", False)
             yield
 
-    @contextmanager
-    def _as_pieces(self) -> Iterator[None]:
-        """Around the engine's own work: parameters are what this rank holds of them."""
-        if self._weights is None:
-            yield
-        else:
-            with self._weights.stepping():
-                yield
+    def local(self) -> AbstractContextManager[Any]:
+        """Around the engine's own work: parameters are this rank's shards."""
+        return nullcontext() if self._weights is None else self._weights.stepping()
+
+    def for_user(self, optimizer: Optimizer, argument: Any) -> Any:
+        """Return a closure that sees unsharded weights; other arguments as they are."""
+        return argument if self._weights is None else self._weights.for_user(argument)
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
         """Handles on this rank's parts of the gradients."""
         found = []
-        with self._as_pieces():
+        with self.local():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
@@ -501,12 +498,7 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the optimizer's step on the shards; what is gathered of the old weights is freed."""
         self._refuse_after_failure()
-        if self._weights is not None:
-            for_user = partial(self._states.for_user, optimizer)
-            args = tuple(self._weights.for_user(for_user(argument)) for argument in args)
-            kwargs = {name: self._weights.for_user(for_user(argument)) for name, argument in kwargs.items()}
-        with self._as_pieces(), self._states.shown(optimizer):
-            result = step(*args, **kwargs)
+        result = super().optimizer_step(optimizer, step, *args, **kwargs)
         if self._weights is not None:
             self._weights.refuse_shared_data()
         for layout in self._layouts.values():
@@ -527,22 +519,6 @@ class FairscaleFSDPBackend(Backend[FairscaleFSDPOptions]):
         if self._weights is not None:
             self._weights.flush()
         return self._writes.take(module)
-
-    def model_state(self, module: nn.Module) -> ModelState:
-        """Handles on the shards."""
-        entries = entries_of(module)  # by the module's own code, which sees weights unsharded
-        with self._as_pieces():
-            return describe_model(module, self.shard, entries)
-
-    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
-        """Handles on the optimizer's state."""
-        with self._as_pieces(), self._states.shown(optimizer):
-            return super().optimizer_state(module, optimizer)
-
-    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
-        """Restore one optimizer in place."""
-        with self._as_pieces(), self._states.shown(optimizer):
-            super().load_optimizer_state(module, optimizer, saved)
 
     def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Gather anew what was loaded."""

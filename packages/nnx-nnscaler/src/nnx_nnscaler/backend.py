@@ -8,7 +8,7 @@ reduces them that of `runtime`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -18,14 +18,13 @@ from torch.optim import Optimizer
 
 from nnx_base._torch_compat import local_mode
 from nnx_base.shard import Shard, shard_of
-from nnx_checkpoint.reading.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core import random_state
 from nnx_core.agree.collective_order import CollectiveOrder
-from nnx_core.backend import Backend, ParallelContext, Sample
+from nnx_core.backend import ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.optimizers.gradients import Gradient
-from nnx_core.optimizers.whole_matrix import OwnerRanks
-from nnx_core.view.hidden_state import HiddenStates
+from nnx_core.parts_backend import PartsBackend
+from nnx_core.view.hidden_state import StateParts
 from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.laid_out import LaidOut
 from nnx_nnscaler.masters import Masters
@@ -57,7 +56,7 @@ def _explaining_writes() -> Iterator[None]:
         ) from error
 
 
-class NnScalerBackend(Backend[NnScalerOptions]):
+class NnScalerBackend(PartsBackend[NnScalerOptions]):
     """Splits a model over the ranks of a plan unit, and replicates units over the outer axis.
 
     The user's module and parameter objects stay. Where a rank stores a part, the object's data are that
@@ -71,7 +70,6 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         super().__init__(options)
         self._laid_out: dict[nn.Module, LaidOut] = {}
         self._masters = Masters(())
-        self._states = HiddenStates()
         self._random_state_may_differ = False
         self._scaler: torch.amp.GradScaler | None = None
         self.axes: Axes
@@ -80,7 +78,6 @@ class NnScalerBackend(Backend[NnScalerOptions]):
     def setup(self, context: ParallelContext) -> None:
         """Make the groups of units and of the outer axis."""
         super().setup(context)
-        self._owner_ranks = OwnerRanks(self.shard, context.device)
         unit_size = self.options.unit_size(
             world_size=context.world_size, local_world_size=context.local_world_size
         )
@@ -142,9 +139,7 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         with local_mode():
             for optimizer in optimizers:
                 self._cut_state(optimizer)
-            self._owner_ranks.setup(optimizers)
-        for optimizer in optimizers:
-            self._states.hide(optimizer, parts=_PartsOfState(self._parameters_with, self._owner_ranks))
+            super().setup_optimizers(module, optimizers)
         if self.options.fp32_masters:
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
             with local_mode():
@@ -236,31 +231,37 @@ class NnScalerBackend(Backend[NnScalerOptions]):
                 if parameter.grad is not None
             ]
 
-    def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Step on the parts that this rank holds; a closure sees the module as everyone else does."""
-        args = tuple(self._for_user(self._states.for_user(optimizer, arg)) for arg in args)
-        kwargs = {name: self._for_user(self._states.for_user(optimizer, arg)) for name, arg in kwargs.items()}
+    def local(self) -> AbstractContextManager[Any]:
+        """Parameters are this rank's shards, without a word to other ranks."""
+        return local_mode()
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Parameters are plain local ones, or their FP32 master weights."""
         with ExitStack() as stack:
             for laid_out in self._laid_out.values():
                 stack.enter_context(laid_out.parameters.stepping())
-            stack.enter_context(self._states.shown(optimizer))
             stack.enter_context(self._masters.lent(optimizer))
-            return self._owner_ranks.step(optimizer, step, *args, **kwargs)
+            yield
 
-    def _for_user(self, value: Any) -> Any:
-        """A closure, for which parameters look whole again while it runs; other arguments as they are."""
-        if not callable(value):
-            return value
+    def for_user(self, optimizer: Optimizer, argument: Any) -> Any:
+        """Return a closure that sees unsharded parameters; other arguments as they are."""
+        if not callable(argument):
+            return argument
 
-        @wraps(value)
+        @wraps(argument)
         def closure(*args: Any, **kwargs: Any) -> Any:
             with ExitStack() as stack:
                 stack.enter_context(self._masters.taken_back())
                 for laid_out in self._laid_out.values():
                     stack.enter_context(laid_out.parameters.closure())
-                return value(*args, **kwargs)
+                return argument(*args, **kwargs)
 
         return closure
+
+    def state_parts(self, module: nn.Module) -> StateParts:
+        """Optimizer state reads as unsharded."""
+        return _PartsOfState(self._parameters_with, self.state_refusal)
 
     def decisions(self, module: nn.Module) -> str:
         """Where the plan stores the parameters that it cuts."""
@@ -308,17 +309,6 @@ class NnScalerBackend(Backend[NnScalerOptions]):
         parameters = self._parameters_with(parameter)
         return self.context.world_size if parameters is None else parameters.replicas(parameter)
 
-    def model_state(self, module: nn.Module) -> ModelState:
-        """Handles on the parts; with float32 masters, on these."""
-        entries = entries_of(module)  # by the module's own code, which sees weights unsharded
-        with local_mode():
-            return describe_model(module, self.shard, entries)
-
-    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
-        """Handles on the parts of the optimizer's state, and on what owner ranks hold whole."""
-        with local_mode(), self._states.shown(optimizer):
-            return self._owner_ranks.describe(module, optimizer)
-
     def new_optimizer_state(
         self,
         parameter: nn.Parameter,
@@ -334,11 +324,6 @@ class NnScalerBackend(Backend[NnScalerOptions]):
                 dtype = torch.float32
             return super().new_optimizer_state(parameter, name, shape=shape, dtype=dtype, group=group)
 
-    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
-        """Restore the parts that this rank holds, and what it owns."""
-        with local_mode(), self._states.shown(optimizer):
-            self._owner_ranks.load(self, module, optimizer, saved)
-
     def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Give half precision parameters what their masters were loaded with."""
         with local_mode():
@@ -350,10 +335,12 @@ class _PartsOfState:
     """How an optimizer's state looks whole to user code; `nnx_core.view.hidden_state.StateParts`."""
 
     def __init__(
-        self, parameters_with: Callable[[Tensor], Parameters | None], owner_ranks: OwnerRanks
+        self,
+        parameters_with: Callable[[Tensor], Parameters | None],
+        refusal: Callable[[Optimizer], str | None],
     ) -> None:
         self._parameters_with = parameters_with
-        self.refusal = owner_ranks.refusal
+        self.refusal = refusal
 
     def part(self, value: Tensor, parameter: nn.Parameter, name: str) -> Part | None:
         parameters = self._parameters_with(parameter)

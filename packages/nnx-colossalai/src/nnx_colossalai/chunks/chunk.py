@@ -25,7 +25,6 @@ from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core._torch_compat import tree_map_only
 from nnx_core.backend import ParallelContext
-from nnx_core.options import GatherAtEnd
 from nnx_core.view.hidden_state import StateParts
 from nnx_core.view.torch_functions import Sees, what_it_sees
 from nnx_core.view.whole import guarded_class
@@ -116,18 +115,19 @@ class ChunkEngine(ABC):
 
     Attributes:
         chunks: The chunks of the module that is laid out.
-        gather_at_end: The ranks on which the module gets its masters back.
+        at_end: `nnx_core.backend.Backend.at_end`; by default every rank keeps the masters.
         is_watched: Whether the ranks are compared after this step.
     """
 
     chunks: Sequence[Chunk]
-    gather_at_end: GatherAtEnd = "all"
+    at_end: Callable[..., Tensor]
     is_watched: bool = False
 
     def __init__(
         self, context: ParallelContext, device: Device[Any], working_dtype: torch.dtype | None
     ) -> None:
         self.context, self.device, self.working_dtype = context, device, working_dtype
+        self.at_end = lambda gather, *, shape, dtype: gather().cpu()
         self.chunks = ()
 
     @abstractmethod

@@ -5,7 +5,7 @@ reduces gradients in float32 under a mixed precision: sum over the ranks, divide
 what is there. On the device FSDP2 gathers from the masters; in host memory from a copy in the working
 dtype, which lies on the device (offloaded) or beside the masters (streamed).
 
-This module owns the engine. FSDP2's units are `nnx_fsdp.backend`'s.
+This module owns the engine; `nnx_fsdp.sharding` shards the units.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from nnx_colossalai.chunks.sharded_parts import CastParameters, sharded_segments
 from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
+from nnx_core.optimizers.gradients import refuse_sparse_layers
 from nnx_core.view.hidden_state import StateParts
 from nnx_core.view.whole import is_guarded, show_plain, show_whole
 from nnx_fsdp._torch_compat import can_be_sharded
-from nnx_fsdp.backend import FSDPBackend
-from nnx_fsdp.options import FSDPOptions
-from nnx_fsdp.units import UnitChoice
+from nnx_fsdp.meshes import mesh_of
+from nnx_fsdp.sharding import ShardedUnit, Sharding
 
 __all__ = ["ShardedChunk", "ShardedEngine"]
 
@@ -63,8 +63,15 @@ class ShardedEngine(ChunkEngine):
     ) -> None:
         super().__init__(context, device, working_dtype)
         self.chunks: Sequence[ShardedChunk] = ()
-        self._units = _Units(working_dtype)
-        self._units.setup(context)
+        self._sharding = Sharding(
+            mesh_of(context.device.type, (context.world_size,), names=("shard",)),
+            context.device,
+            mixed_precision=None
+            if working_dtype is None
+            else MixedPrecisionPolicy(param_dtype=working_dtype, reduce_dtype=torch.float32),
+            sum_gradients=True,  # one order of operations, on every backend of the process group
+            is_watched=lambda: self.is_watched and context.world_size > 1,
+        )
         self._root: nn.Module | None = None
         self._order: dict[ShardedChunk, None] = {}
         self._casts = CastParameters((), working_dtype)
@@ -75,7 +82,16 @@ class ShardedEngine(ChunkEngine):
     def parallelize(self, root: nn.Module, units: Sequence[Unit]) -> Mapping[nn.Parameter, nn.Parameter]:
         if self._root is not None:
             return {}
-        replaced = self._units.parallelize_units(root, units)
+        refuse_sparse_layers(root, engine="FSDP2")
+        replaced = self._sharding.shard(
+            root,
+            [
+                ShardedUnit(unit.name, unit.module, unit.tier is not Tier.GATHERED)
+                for unit in units
+                if unit.module is not root and can_be_sharded(unit.module)
+            ],
+            reshard_root=units[-1].tier is not Tier.GATHERED,
+        )
         self._root = root
         self._casts = CastParameters(root.modules(), self.working_dtype)
         self._accumulates_complete = self._has_room_for_complete_gradients(root)
@@ -116,7 +132,7 @@ class ShardedEngine(ChunkEngine):
 
     def _place(self, root: nn.Module, chunk: ShardedChunk, tier: Tier) -> dict[nn.Parameter, nn.Parameter]:
         replaced = chunk.place(tier)
-        self._units.replace(root, replaced)
+        self._sharding.replace(root, replaced)
         return replaced
 
     def _name_masters(self, root: nn.Module) -> None:
@@ -131,8 +147,7 @@ class ShardedEngine(ChunkEngine):
         if self._root is not None:
             self.finish()
         self._casts.remove()
-        self._units.gather_at_end = self.gather_at_end
-        replaced = self._units.unparallelize(root)
+        replaced = self._sharding.unshard(root, self.at_end)
         for chunk in self.chunks:
             chunk.let_go()
         self.chunks, self._root = (), None
@@ -144,7 +159,6 @@ class ShardedEngine(ChunkEngine):
         if self._root is None:
             return step(*args, **kwargs)
         self._recover()
-        self._units.is_watched = self.is_watched
         if self._is_new:
             self._try_memory()
         self._order.clear()
@@ -154,7 +168,7 @@ class ShardedEngine(ChunkEngine):
             clean_up("numbering chunks", self._number_chunks),
             clean_up_after_error("resetting FSDP2", partial(recover, self._root), self._casts.hide),
         ):
-            result = self._units.run_step(root, step, *args, **kwargs)
+            result = self._sharding.run_step(root, step, *args, **kwargs)
         if not torch.is_grad_enabled():
             self._casts.hide()
         return result
@@ -187,34 +201,34 @@ class ShardedEngine(ChunkEngine):
 
     @override
     def no_sync(self, root: nn.Module) -> AbstractContextManager[Any]:
-        return self._units.no_sync(root) if self._accumulates_complete else nullcontext()
+        return self._sharding.no_sync(root) if self._accumulates_complete else nullcontext()
 
     @override
     def backward_pass(self) -> AbstractContextManager[Any]:
-        return self._units.backward_pass()
+        return self._sharding.backward_pass()
 
     @override
     def stepping(self) -> AbstractContextManager[Any]:
-        return self._units.stepping()
+        return self._sharding.local()
 
     @override
     def written(self, root: nn.Module) -> Mapping[str, int]:
-        return self._units.written(root)
+        return self._sharding.written(root)
 
     @override
     def state_parts(self, refusal: Callable[[Optimizer], str | None]) -> StateParts:
-        return self._units.state_parts(refusal)
+        return self._sharding.state_parts(refusal)
 
     @override
     def for_user(self, argument: Any) -> Any:
-        return self._units.for_user(argument)
+        return self._sharding.for_user(argument)
 
     @override
     def end_step(self) -> None:
         if self._root is None or is_under_way(self._root):
             return
         self._casts.hide()
-        self._units.free_gathered(self._root)
+        self._sharding.free(self._root)
 
     @override
     def finish(self) -> None:
@@ -222,10 +236,10 @@ class ShardedEngine(ChunkEngine):
             return
         self._recover()
         self._casts.hide()
-        self._units.flush()
+        self._sharding.flush()
         for chunk in self.chunks:
             chunk.settle()
-        self._units.free_gathered(self._root)
+        self._sharding.free(self._root)
 
     @override
     def move(self, root: nn.Module, tiers: Mapping[str, Tier]) -> None:
@@ -236,63 +250,6 @@ class ShardedEngine(ChunkEngine):
                 if tier is not chunk.tier:
                     self._place(root, chunk, tier)
         self._is_new = True
-
-
-class _Units(FSDPBackend):
-    """FSDP2 with the units of a plan.
-
-    Args:
-        working_dtype: See `ChunkEngine`.
-    """
-
-    def __init__(self, working_dtype: torch.dtype | None) -> None:
-        super().__init__(FSDPOptions())
-        self._working_dtype = working_dtype
-        self._plan: Sequence[Unit] = ()
-        self._tiers: dict[nn.Module, Tier] = {}
-
-    def parallelize_units(
-        self, root: nn.Module, units: Sequence[Unit]
-    ) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Shard these units, the last of which is the root's."""
-        self._plan = units
-        self._tiers = {unit.module: unit.tier for unit in units}
-        return self.parallelize(root, lambda: ((), {}))
-
-    @override
-    def _choose_units(self, root: nn.Module) -> UnitChoice:
-        chosen = [(unit.name, unit.module) for unit in self._plan if unit.module is not root]
-        return UnitChoice(tuple(unit for unit in chosen if can_be_sharded(unit[1])), "the plan says so")
-
-    @override
-    def _fully_shard(self, module: nn.Module, *, ignored: set[nn.Parameter], is_root: bool) -> None:
-        super()._fully_shard(module, ignored=ignored, is_root=is_root)
-        assert isinstance(module, FSDPModule)
-        # One order of operations, whatever the backend of the process group: sum, then divide.
-        module.set_force_sum_reduction_for_comms(True)
-
-    @override
-    def _reshard_after_forward(self, module: nn.Module, *, is_root: bool) -> bool:
-        return self._tiers.get(module, self._plan[-1].tier) is not Tier.GATHERED
-
-    @override
-    def _mixed_precision(self) -> MixedPrecisionPolicy:
-        if self._working_dtype is None:
-            return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=self._working_dtype, reduce_dtype=torch.float32)
-
-    def replace(self, root: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Take notice of parameters that others have taken the place of."""
-        plain = self._layouts[root].plain
-        for old, new in replaced.items():
-            plain[new] = plain.pop(old)
-        weights = self._layouts[root].weights
-        if weights is not None:
-            weights.replace(replaced)
-
-    def free_gathered(self, root: nn.Module) -> None:
-        """Keep only this rank's part of the weights, in every unit."""
-        self._reshard(root)
 
 
 # A chunk above world size 1: one FSDP2 unit, its masters as DTensors.
