@@ -96,20 +96,19 @@ def save(
     _refuse_misspelt("save", values, _SAVE_OPTIONS)
     common, own = _states_of(objects or {}, values, rank_objects, opaque, collective=collective)
     saved = _gathered(model, _listed(optimizer), common, prefix)
-    writer.save(
-        SaveRequest(
-            path,
-            tensors={**saved.tensors, **_shards(tensors)},
-            objects=saved.objects,
-            rank_objects=own,
-            aliases={**saved.aliases, **(aliases or {})},
-            state_dict_type=state_dict_type,
-            provenance=provenance or {},
-            opaque=opaque,
-            keep_previous=keep_previous,
-            collective=collective,
-        )
+    request = SaveRequest(
+        path,
+        tensors={**saved.tensors, **_shards(tensors)},
+        objects=saved.objects,
+        rank_objects=own,
+        aliases={**saved.aliases, **(aliases or {})},
+        state_dict_type=state_dict_type,
+        provenance=provenance or {},
+        opaque=opaque,
+        keep_previous=keep_previous,
+        collective=collective,
     )
+    writer.save(request)
 
 
 def load(
