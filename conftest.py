@@ -49,6 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = ordered(items)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let every test draw the same numbers, whichever tests ran before it."""
+    torch.manual_seed(0)
+
+
 def pytest_collection_finish() -> None:
     """Spare the garbage collector the modules and thousands of tests: they all stay to the end."""
     gc.collect()

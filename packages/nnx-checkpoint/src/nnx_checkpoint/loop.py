@@ -86,8 +86,7 @@ def save(
         **values: Further objects by name, such as ``step=3`` or ``scheduler=scheduler``.
 
     Raises:
-        CheckpointError: On every rank, if any rank could not describe or write its part, or an object's
-            state differs between ranks. The previous checkpoint at this path is then intact.
+        CheckpointError: A rank could not describe or write its shards, or an object's state differs.
         TypeError: A value is named almost like an argument, or optimizers are given without a model.
 
     Example:

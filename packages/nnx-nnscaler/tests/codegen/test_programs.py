@@ -114,7 +114,7 @@ def test_other_values_modes_and_arguments_get_programs_of_their_own(counting):
 
 def test_training_and_evaluation_each_take_their_branch(counting):
     module, _ = counting
-    x = torch.randn(8, 4)
+    x = torch.randn(64, 4)
     for _ in range(2):
         for mode in (True, False):
             module.train(mode)
@@ -280,7 +280,7 @@ def test_a_copy_of_the_module_has_its_own_forward(counting):
     with torch.no_grad():
         other.inner.weight.zero_()
         other.inner.bias.zero_()
-    x = torch.randn(4, 4)
+    x = torch.randn(64, 4)
     assert not other(x).any()
     assert module(x).any()
     assert [id(other)] == CALLS
