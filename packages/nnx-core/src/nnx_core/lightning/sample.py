@@ -1,4 +1,17 @@
-"""Example inputs of a module's forward, for engines that trace it. Computed only when asked for."""
+"""Example inputs of a module's forward, for engines that trace it. Computed only when asked for.
+
+The first step is begun ahead to see its call of the model, and `PythonState` undoes its side effects. Tracing
+at the first real call instead would spare this. These cases of the tests need the plan earlier:
+
+- A resume fills each rank's shards in `setup`, before any step; the plan says where the shards lie.
+- Optimizers are built on the laid-out parameters, and owner ranks and FP32 master weights on the optimizers.
+- A model on the meta device gets its values shard by shard, as the plan lays it out.
+- A pipeline runs the traced ``training_step`` in the place of the user's, so no real call precedes it.
+- The sanity check calls forward before training does, without gradients and often with other shapes.
+- Ranks compile together. Where one rank skips the model in its first step, the others would wait for it.
+
+Undoing less would not make this shorter: to refuse a side effect it has to be found first, by the same walk.
+"""
 
 from __future__ import annotations
 
