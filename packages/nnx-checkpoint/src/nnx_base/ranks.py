@@ -60,7 +60,7 @@ _engine_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def is_distributed() -> bool:
-    """Whether a process group with more than one rank exists in this process."""
+    """Return True if a process group with more than one rank exists in this process."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -147,7 +147,7 @@ def broadcast_tensor(tensor: Tensor) -> None:
 
 
 def all_arrive(place: str, *, timeout: float) -> bool:
-    """Whether every rank makes this call within a time. Usable where a collective would hang.
+    """Return True if every rank makes this call within a time. Usable where a collective would hang.
 
     After an error on one rank the others may be in the middle of some collective; one more, unmatched,
     would hang or abort the process. So this goes through the store that the group was started with.

@@ -56,7 +56,7 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank holds the complete tensor in one piece."""
+        """True if this rank holds the complete tensor in one piece."""
         return len(self.boxes) == 1 and self.boxes[0].size == self.shape
 
     def fill_from(self, full: Tensor) -> None:

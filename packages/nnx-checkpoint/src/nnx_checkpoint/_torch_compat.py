@@ -131,7 +131,7 @@ _ENGINES = ("torch.distributed.", "nnx_colossalai.", "fairscale.", "deepspeed.")
 
 
 def loads_itself(module: nn.Module) -> bool:
-    """Whether loading a module's own entries is more than copying them under their names.
+    """Return True if loading a module's own entries is more than copying them under their names.
 
     It is where the user overrides `_load_from_state_dict`, or where a hook stands before it in
     `_load_state_dict_pre_hooks` that no engine has put there. What torch's own classes
@@ -147,12 +147,12 @@ def _is_of_user(hook: Any) -> bool:
 
 
 def overrides_loading(module: nn.Module) -> bool:
-    """Whether a class, be it torch's, has a `_load_from_state_dict` of its own."""
+    """Return True if a class, be it torch's, has a `_load_from_state_dict` of its own."""
     return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
 
 
 def overrides_load_state_dict(module: nn.Module) -> bool:
-    """Whether the user overrides `load_state_dict`, which torch calls on the outermost module only."""
+    """Return True if the user overrides `load_state_dict`, which torch calls on the outermost module only."""
     return not _is_of_torch(module, "load_state_dict")
 
 
@@ -163,7 +163,7 @@ def _is_of_torch(module: nn.Module, method: str) -> bool:
 
 
 def has_load_hooks(module: nn.Module) -> bool:
-    """Whether the user's hooks follow the loading: ``_load_state_dict_post_hooks``."""
+    """Return True if the user's hooks follow the loading: ``_load_state_dict_post_hooks``."""
     return any(map(_is_of_user, module._load_state_dict_post_hooks.values()))
 
 

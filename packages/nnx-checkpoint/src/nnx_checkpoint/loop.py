@@ -279,7 +279,7 @@ def _states(stored: Any, optimizers: Sequence[Optimizer]) -> list[OptimizerState
 
 
 def _is_stateful(value: Any) -> bool:
-    """Whether an object keeps its state as schedulers, GradScalers, samplers and loaders do."""
+    """Return True if an object keeps its state as schedulers, GradScalers, samplers and loaders do."""
     if isinstance(value, type):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))

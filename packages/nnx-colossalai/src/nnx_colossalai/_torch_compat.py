@@ -99,7 +99,7 @@ def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def has_hooks_that_see_the_result(optimizer: Optimizer) -> bool:
-    """Whether something runs after the step, or around every optimizer's step."""
+    """Return True if something runs after the step, or around every optimizer's step."""
     after = optimizer._optimizer_step_post_hooks or base._global_optimizer_post_hooks
     before_all = base._global_optimizer_pre_hooks.values()
     return bool(after) or any(hook is not refuse_unreduced_step for hook in before_all)
@@ -145,7 +145,7 @@ class ShardedParameter:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a backward has left a gradient of the complete parameter."""
+        """True if a backward has left a gradient of the complete parameter."""
         return has_unreduced_gradient(self._inner)
 
     def hold(self, master: Tensor, *, on_host: bool, pinned: bool) -> tuple[nn.Parameter, nn.Parameter]:
@@ -202,19 +202,19 @@ class Gathered:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the complete weights are there."""
+        """True if the complete weights are there."""
         return bool(self._inner.is_unsharded)
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward is what wants the weights."""
+        """True if a backward is what wants the weights."""
         return self._inner._training_state.name in ("PRE_BACKWARD", "POST_BACKWARD")
 
     def _is_gathering(self) -> bool:
         return self._inner._all_gather_result is not None
 
     def keep(self, complete: bool) -> None:
-        """Whether the complete weights stay from a forward to its backward."""
+        """Return True if the complete weights stay from a forward to its backward."""
         self._module.set_reshard_after_forward(not complete, recurse=False)
 
     def forget(self) -> None:
@@ -320,7 +320,7 @@ def accumulator_of(tensor: Tensor) -> Any:
 
 
 def will_run(node: Any) -> bool | None:
-    """Whether the backward that this thread is in comes by a node; None: it does not tell.
+    """Return True if the backward that this thread is in comes by a node; None: it does not tell.
 
     It does not for the gradients that ``torch.autograd.grad`` was asked for.
     """
@@ -339,13 +339,13 @@ def make_last(handle: RemovableHandle) -> None:
 
 
 def makes_cuda_graphs(module: nn.Module) -> bool:
-    """Whether a module was compiled in a mode that records CUDA graphs."""
+    """Return True if a module was compiled in a mode that records CUDA graphs."""
     configs = (getattr(one, "get_compiler_config", None) for one in (module, module._compiled_call_impl))
     return any(config is not None and (config() or {}).get("triton.cudagraphs", False) for config in configs)
 
 
 def has_memory_alone(tensor: Tensor) -> bool:
-    """Whether nothing refers to a tensor's memory but the tensor."""
+    """Return True if nothing refers to a tensor's memory but the tensor."""
     storage = tensor.untyped_storage()
     return users_of_storage(storage) <= 2  # the tensor, and what is called storage here
 

@@ -58,7 +58,7 @@ class ColossalAIBackend(PartsBackend[ColossalAIOptions]):
             self._retrying = Retrying(self._device, context.world_size)
 
     def _is_limited(self, device: Device[Any]) -> bool:
-        """Whether it may run out of memory: not the host with all that it has."""
+        """Return True if it may run out of memory: not the host with all that it has."""
         return not isinstance(device, HostDevice) or self.options.device_memory is not None
 
     def _make_device(self, context: ParallelContext) -> Device[Any]:
@@ -278,7 +278,7 @@ def _as_float32(value: Tensor) -> Tensor:
 
 
 def _is_as_made_by_lightning(scaler: torch.amp.GradScaler) -> bool:
-    """Whether nobody has chosen its settings."""
+    """Return True if nobody has chosen its settings."""
     plain = torch.amp.GradScaler("cpu")
     settings = ("get_scale", "get_growth_factor", "get_backoff_factor", "get_growth_interval")
     return type(scaler) is torch.amp.GradScaler and (

@@ -172,7 +172,7 @@ def storage_key(tensor: Tensor) -> StorageKey:
 
 
 def is_gone(key: StorageKey) -> bool:
-    """Whether nothing refers to the storage any more."""
+    """Return True if nothing refers to the storage any more."""
     return bool(key.expired())  # type: ignore[no-untyped-call]
 
 

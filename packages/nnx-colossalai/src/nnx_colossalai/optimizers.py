@@ -177,7 +177,7 @@ _STEPS = frozenset(_function(kind.step) for kind in _EACH_BY_ITSELF)
 
 
 def steps_each_parameter(step: Callable[..., Any]) -> bool:
-    """Whether a step is one of torch's that treats every parameter by itself, after one closure.
+    """Return True if a step is one of torch's that treats every parameter by itself, after one closure.
 
     Example:
         >>> steps_each_parameter(AdamW([torch.zeros(1)]).step)
@@ -194,7 +194,7 @@ def needs_whole_tensors(optimizer: Optimizer) -> bool:
 
 
 def in_host_memory(parameter: Tensor) -> bool:
-    """Whether the CPU steps it."""
+    """Return True if the CPU steps it."""
     return parameter.device.type == "cpu"
 
 
@@ -222,7 +222,7 @@ def _divided(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[dict[str, 
 
 
 def _may_be_fused(group: dict[str, Any]) -> bool:
-    """Whether the class has a fused kernel, and the user chose none."""
+    """Return True if the class has a fused kernel, and the user chose none."""
     undecided = all(group.get(key) is None for key in ("fused", "foreach"))
     return "fused" in group and undecided and not (group.get("capturable") or group.get("differentiable"))
 
@@ -276,7 +276,7 @@ class DeepSpeedAdam:
         self._engines: dict[bool, Any] = {}
 
     def serves(self, optimizer: Optimizer) -> bool:
-        """Whether it is an Adam whose gradients are complete, not still scaled by a loss scaler."""
+        """Return True if it is an Adam whose gradients are complete, not still scaled by a loss scaler."""
         return isinstance(optimizer, Adam) and getattr(optimizer, "found_inf", None) is None
 
     def step(self, shadow: Optimizer) -> None:

@@ -182,7 +182,7 @@ class Stepper:
             self._background.submit(optimizer, shares[len(now) :], self._step_and_refresh)
 
     def _goes_by_shares(self, optimizer: Optimizer, part: Part) -> bool:
-        """Whether something else than the optimizer's own step must step a chunk at once."""
+        """Return True if something else than the optimizer's own step must step a chunk at once."""
         if self._deepspeed is not None and self._deepspeed.serves(optimizer):
             return _lies_in_host_memory(part)
         # Most fused kernels do not know sharded parameters, but all can step one rank's part.
@@ -450,7 +450,7 @@ class Ticket:
 
     @property
     def has_succeeded(self) -> bool:
-        """Whether nobody needs to wait for it any more."""
+        """True if nobody needs to wait for it any more."""
         return self.over.is_set() and self._error is None
 
 

@@ -104,7 +104,7 @@ class Check:
         full: Only tried in the full profile.
         of_adapter: True if it tries Lightning's code or the adapter's, which is the same under every engine.
             The suite of this repository tries it on one strategy of each adapter; `nnx conformance` always.
-        refusable: Whether a strategy may name the check in `Capabilities.refuses`.
+        refusable: True if a strategy may name the check in `Capabilities.refuses`.
         deadline: Seconds after which it counts as hung.
     """
 

@@ -262,12 +262,12 @@ class Template:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process runs."""
+        """True if its process runs."""
         return self._process.poll() is None
 
     @property
     def may_be_forked(self) -> bool:
-        """Whether it has come up with nothing that a fork would lose. Waits for its imports."""
+        """True if it has come up with nothing that a fork would lose. Waits for its imports."""
         if self._is_sound is None:
             self._is_sound = False
             with contextlib.suppress(EOFError, OSError):
@@ -360,7 +360,7 @@ def serve_forks(fd: int, modules: Sequence[str]) -> None:
 
 
 def is_sound_here() -> bool:
-    """Whether processes may be forked after imports: on Linux, without a driver of GPUs.
+    """Return True if processes may be forked after imports: on Linux, without a driver of GPUs.
 
     What an import makes of a GPU does not live on in a forked process, and threads are only counted on Linux.
     """
@@ -368,7 +368,7 @@ def is_sound_here() -> bool:
 
 
 def _is_one_thread() -> bool:
-    """Whether this process has no thread that would be missing in a forked one."""
+    """Return True if this process has no thread that would be missing in a forked one."""
     return len(list(Path("/proc/self/task").iterdir())) == 1
 
 

@@ -69,7 +69,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed."""
+        """True if no check failed."""
         return not self.failures
 
     @property

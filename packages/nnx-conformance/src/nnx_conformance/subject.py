@@ -44,7 +44,7 @@ class Subject:
 
     @property
     def is_lightning(self) -> bool:
-        """Whether the name is one of Lightning's own."""
+        """True if the name is one of Lightning's own."""
         return self.strategy in LIGHTNING_NAMES
 
     def prepare(self) -> None:

@@ -253,7 +253,7 @@ def end_of_backward(tensor: Tensor) -> Any:
 
 
 def will_execute(node: Any) -> bool:
-    """Whether the backward that this thread is in comes by a node.
+    """Return True if the backward that this thread is in comes by a node.
 
     Raises:
         RuntimeError: The backward does not tell: it is one of ``torch.autograd.grad``.

@@ -127,11 +127,11 @@ class Backend(ABC, Generic[OptionsT]):
         context: Set by `setup`.
         evaluation_without_inference_mode: True if evaluation must run under ``no_grad``, because tensors
             made in inference mode would end up in the engine's parameters.
-        reduces_in_backward: Whether gradients are reduced only where they come by `backward`. Trainer then
+        reduces_in_backward: True if gradients are reduced only where they come by `backward`. Trainer then
             refuses ``loss.backward()`` in manual optimization, where nothing would reduce them.
         own_batch: The option that lets each rank read batches of its own, where ranks may share one.
         gather_at_end: The ranks that hold whole weights after the run; set by the adapter.
-        is_watched: Whether the ranks are compared after this step; set by `nnx_core.agree.watch`.
+        is_watched: True if the ranks are compared after this step; set by `nnx_core.agree.watch`.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
@@ -224,7 +224,7 @@ class Backend(ABC, Generic[OptionsT]):
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether this rank's module has whole weights after the run."""
+        """True if this rank's module has whole weights after the run."""
         return self.gather_at_end == "all" or (self.gather_at_end == "rank0" and self.context.rank == 0)
 
     def at_end(self, gather: Callable[[], Tensor], *, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -59,7 +59,7 @@ _LOST_CONNECTIONS = (
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether this is what gloo or the store raises where another rank is gone.
+    """Return True if this is what gloo or the store raises where another rank is gone.
 
     Example:
         >>> is_lost_connection(RuntimeError("... Connection closed by peer [127.0.0.1]:21934"))

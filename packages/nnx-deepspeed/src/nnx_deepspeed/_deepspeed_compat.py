@@ -102,7 +102,7 @@ def gradients_arrive_locally() -> Iterator[None]:
 
 
 def is_tested_optimizer(optimizer: Optimizer) -> bool:
-    """Whether DeepSpeed has tested it with ZeRO."""
+    """Return True if DeepSpeed has tested it with ZeRO."""
     from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 
     return bool(is_zero_supported_optimizer(optimizer))
@@ -420,7 +420,7 @@ class _Gathered(NamedTuple):
 
 
 def _may_be_written(parameter: nn.Parameter, seen: _Gathered) -> bool:
-    """Whether user code may have written into a gathered parameter, as in a layer's forward.
+    """Return True if user code may have written into a gathered parameter, as in a layer's forward.
 
     Writes through ``.data`` leave no trace. So after a forward this rank's part is taken from what was
     gathered without looking, which costs less; not over devices.
@@ -456,7 +456,7 @@ def _take_whole(parameter: nn.Parameter) -> None:
 
 
 def is_copied(parameter: nn.Parameter) -> bool:
-    """Whether each rank has a whole of its own between steps, which the step makes equal again."""
+    """Return True if each rank has a whole of its own between steps, which the step makes equal again."""
     if not hasattr(parameter, "ds_tensor"):
         return True
     return bool(getattr(parameter, "ds_persist", False)) and not is_cut(parameter)
@@ -545,7 +545,7 @@ def see_empty_parameters(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def reduces_whole_gradients(zero: Any) -> bool:
-    """Whether every rank reduces all of its gradient sums at once: stage 1 with 16-bit weights."""
+    """Return True if every rank reduces all of its gradient sums at once: stage 1 with 16-bit weights."""
     return not hasattr(zero, "_coalesce_grad_reduction")
 
 
@@ -562,7 +562,7 @@ def will_be_used(nodes: Sequence[Any]) -> list[bool]:
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
-    """Whether a gradient waits on this rank to be reduced."""
+    """Return True if a gradient waits on this rank to be reduced."""
     return parameter.grad is not None or getattr(parameter, "grad_accum", None) is not None
 
 

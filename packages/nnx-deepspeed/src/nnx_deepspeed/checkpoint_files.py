@@ -36,7 +36,7 @@ class Files:
 
 
 def holds_checkpoints(directory: Path) -> bool:
-    """Whether a directory looks like one that was given to DeepSpeed, or like that of a tag."""
+    """Return True if a directory looks like one that was given to DeepSpeed, or like that of a tag."""
     if not directory.is_dir():
         return False
     if _is_tag(directory):

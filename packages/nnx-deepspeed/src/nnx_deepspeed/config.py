@@ -325,7 +325,7 @@ def _refuse_contradictions(users: Mapping[str, Any], options: DeepSpeedOptions, 
 
 
 def _is_said(value: Any) -> bool:
-    """Whether a config decides something: ``"auto"`` and what is turned off do not."""
+    """Return True if a config decides something: ``"auto"`` and what is turned off do not."""
     if isinstance(value, Mapping) and "enabled" in value:
         value = value["enabled"]
     return value not in (_AUTO, None, False)

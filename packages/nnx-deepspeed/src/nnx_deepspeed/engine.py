@@ -200,7 +200,7 @@ class ZeroEngine:
         self._fixed.refuse_changes()
 
     def set_boundary(self, is_boundary: bool) -> None:
-        """Whether the next backward is the last one before a step."""
+        """Return True if the next backward is the last one before a step."""
         self._is_boundary = is_boundary
         self._engine.set_gradient_accumulation_boundary(is_boundary)
 

@@ -205,11 +205,11 @@ class Partitions:
 
     @property
     def cuts_each_parameter(self) -> bool:
-        """Whether each parameter lies in parts on the ranks, as in stage 3."""
+        """True if each parameter lies in parts on the ranks, as in stage 3."""
         return self._is_stage_3
 
     def is_cut(self, parameter: nn.Parameter) -> bool:
-        """Whether ranks hold different parts of it; the same answer on all of them."""
+        """Return True if ranks hold different parts of it; the same answer on all of them."""
         return self._is_stage_3 or parameter in self._flat_of or parameter in self.frozen
 
     def _shard(self, parameter: nn.Parameter, flat: Tensor) -> Shard:

@@ -144,7 +144,7 @@ def _putting_back(kept: Mapping[Tensor, Sequence[_Kept]]) -> Any:
 
 
 def allows_gaps(shadow: Optimizer) -> bool:
-    """Whether a parameter that misses steps is updated as if it were alone; found out by trying."""
+    """Return True if a parameter that misses steps is updated as if it were alone; found out by trying."""
     if counts_by_number(shadow):  # DeepSpeed's own, whose operators take no tensors of a trial
         return False
     try:

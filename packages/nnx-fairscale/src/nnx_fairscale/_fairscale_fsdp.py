@@ -43,7 +43,7 @@ _LEFT_BEHIND = ("_is_sharded", "_orig_size", "_fp32_shard", "_fp16_shard", "_ful
 
 
 def is_taken(parameter: nn.Parameter) -> bool:
-    """Whether a unit has the parameter already, or it was left out."""
+    """Return True if a unit has the parameter already, or it was left out."""
     return hasattr(parameter, _MARK)
 
 
@@ -75,7 +75,7 @@ class Piece:
     shown: Tensor | None = None
 
     def is_in_place(self) -> bool:
-        """Whether the modules that held the parameter still do, it or what is shown of it."""
+        """Return True if the modules that held the parameter still do, it or what is shown of it."""
         there = [owner._parameters.get(name) for owner, name in self.places]
         return all(held is not None and (held is self.parameter or held is self.shown) for held in there)
 
@@ -397,7 +397,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
 
     @property
     def is_busy(self) -> bool:
-        """Whether a forward or a backward of the unit is going on."""
+        """True if a forward or a backward of the unit is going on."""
         return bool(self.training_state != TrainingState.IDLE)
 
     def become_root(self) -> None:

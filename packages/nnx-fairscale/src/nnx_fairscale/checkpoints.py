@@ -41,7 +41,7 @@ class FairscaleShards(CheckpointFormat):
     name = "fairscale"
 
     def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
-        """Whether the first file of a directory holds the words that fairscale's metadata has."""
+        """Return True if the first file of a directory holds the words that fairscale's metadata has."""
         files = _files(Path(path))
         return bool(files) and mentions(files[0], *_SIGNS)
 

@@ -103,7 +103,7 @@ class Ownership:
                 part.refresh_trainable()
 
     def owns(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank updates the parameter; of one without elements every rank does."""
+        """Return True if this rank updates the parameter; of one without elements every rank does."""
         return bool(self._owners.get(parameter, self._rank) == self._rank)
 
     def owner(self, parameter: nn.Parameter) -> int:

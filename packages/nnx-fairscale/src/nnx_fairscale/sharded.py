@@ -188,7 +188,7 @@ class BufferedGradients(ShardedDataParallel):  # type: ignore[misc] # fairscale 
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether gradients stay on this rank."""
+        """True if gradients stay on this rank."""
         return bool(self._should_accumulate_grads)
 
     @is_accumulating.setter
@@ -396,7 +396,7 @@ class _ShardedModule:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether this rank has any gradient."""
+        """True if this rank has any gradient."""
         return any(parameter.grad is not None for parameter in self._parameters)
 
     def forget_earlier(self) -> None:

@@ -120,7 +120,7 @@ class _PiecePart(Part):
 
     @property
     def is_viewed(self) -> bool:
-        """Whether somebody else holds the memory of the whole, and may write into it."""
+        """True if somebody else holds the memory of the whole, and may write into it."""
         return self._value is not None and storage_users(self._value) > self._users
 
     def assign(self, whole: Tensor) -> None:
@@ -325,7 +325,7 @@ class Weights(Wholes[_PiecePart, _ParameterPart]):
 
     @property
     def has_hooks(self) -> bool:
-        """Whether somebody waits for accumulated gradients, which must be reduced then."""
+        """True if somebody waits for accumulated gradients, which must be reduced then."""
         with local_mode():
             return any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._parts)
 

@@ -110,7 +110,7 @@ class GatheredWeight(nn.Parameter):
 
 
 def _is_for_user(part: Any) -> bool:
-    """Whether user code, as against FSDP2, asks a gathered parameter."""
+    """Return True if user code, as against FSDP2, asks a gathered parameter."""
     return part is not None and in_guarded_mode()
 
 
@@ -150,7 +150,7 @@ _DATA, _GRAD = cast(Any, Tensor.data), cast(Any, Tensor.grad)
 
 
 def has_unreduced_gradient(inner: Any) -> bool:
-    """Whether a backward has left a gradient of the complete parameter on this rank.
+    """Return True if a backward has left a gradient of the complete parameter on this rank.
 
     Args:
         inner: FSDP2's own description of the parameter.
@@ -200,28 +200,28 @@ class HeldParameter:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the module's attribute is the gathered parameter, which a forward computes with."""
+        """True if the module's attribute is the gathered parameter, which a forward computes with."""
         return bool(self._inner.sharded_state.name == "UNSHARDED")
 
     @property
     def has_gradient(self) -> bool:
-        """Whether this rank has a gradient of the complete parameter that is not reduced yet."""
+        """True if this rank has a gradient of the complete parameter that is not reduced yet."""
         return has_unreduced_gradient(self._inner)
 
     @property
     def has_gradient_left(self) -> bool:
-        """Whether a gradient reached the gathered parameter after its unit had reduced the others."""
+        """True if a gradient reached the gathered parameter after its unit had reduced the others."""
         gathered = self.gathered
         return gathered is not None and _GRAD.__get__(gathered) is not None
 
     @property
     def has_reduced_gradient(self) -> bool:
-        """Whether this rank's part has a gradient, of earlier backwards."""
+        """True if this rank's part has a gradient, of earlier backwards."""
         return self.sharded.grad is not None
 
     @property
     def is_trained(self) -> bool:
-        """Whether it wants a gradient, and can be given one as it was complete before."""
+        """True if it wants a gradient, and can be given one as it was complete before."""
         return self.sharded.requires_grad and self.gathered is not None
 
     def fill(self) -> None:
@@ -238,7 +238,7 @@ class HeldParameter:
         self.sharded.grad = None
 
     def is_in_place(self) -> bool:
-        """Whether the module still has this parameter wherever it had it."""
+        """Return True if the module still has this parameter wherever it had it."""
         sharded, put = self.sharded, self._put_last
         for module, name in self.places:
             found = module._parameters.get(name)
@@ -291,7 +291,7 @@ class Unit:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the modules have whole weights."""
+        """True if the modules have whole weights."""
         return bool(self._group.is_unsharded)
 
     def watch_collectives(
@@ -401,7 +401,7 @@ class Unit:
 
     @property
     def reduces(self) -> bool:
-        """Whether backward reduces gradients now, as against accumulating them on this rank."""
+        """True if backward reduces gradients now, as against accumulating them on this rank."""
         return bool(self._group.reduce_grads)
 
 
@@ -412,7 +412,7 @@ def units_of(root: nn.Module) -> list[Unit]:
 
 
 def has_failed_backward(module: Any) -> bool:
-    """Whether an error kept the last backward of a unit from its end, so that FSDP2 waits for that.
+    """Return True if an error kept the last backward of a unit from its end, so that FSDP2 waits for that.
 
     Args:
         module: One that ``fully_shard`` was called on.
@@ -436,7 +436,7 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
 def can_be_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` can put its class in front of the module's own.
+    """Return True if ``fully_shard`` can put its class in front of the module's own.
 
     It cannot where the memory layout would change, as with ``class Model(Generic[T], nn.Module)``.
     """

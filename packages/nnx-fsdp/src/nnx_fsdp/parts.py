@@ -43,7 +43,7 @@ class Keeper(Protocol):
 
     @property
     def is_watched(self) -> bool:
-        """Whether what is written into parameters is to be compared over the ranks."""
+        """True if what is written into parameters is to be compared over the ranks."""
 
     def note_written(self, part: ShardedPart, written: Tensor | int) -> None:
         """A parameter was written to; the checksum must be that of every rank."""
@@ -205,19 +205,19 @@ class ShardedPart(Part):
         self._keeper.add_assigned(self)
 
     def keeps_source(self) -> bool:
-        """Whether the tensor that ``data`` was set to is still somebody's."""
+        """Return True if the tensor that ``data`` was set to is still somebody's."""
         if self._source is not None and not self._source.is_shared:
             self._source = None
         return self._source is not None
 
     @property
     def _is_differentiated(self) -> bool:
-        """Whether a loss may depend on the whole, whose memory must not change then."""
+        """True if a loss may depend on the whole, whose memory must not change then."""
         return False
 
     @property
     def _is_compared(self) -> bool:
-        """Whether the ranks must write the same into it, and are about to be compared."""
+        """True if the ranks must write the same into it, and are about to be compared."""
         return False
 
     def forget(self) -> None:
@@ -227,7 +227,7 @@ class ShardedPart(Part):
 
     @property
     def is_viewed(self) -> bool:
-        """Whether somebody else than this part holds the memory of the whole, and may write into it."""
+        """True if somebody else than this part holds the memory of the whole, and may write into it."""
         return self._value is not None and storage_users(self._value) > self._users
 
     def _forget(self) -> None:

@@ -44,7 +44,7 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
         plain: Maps each sharded parameter to the user's own object.
         order: The order that the ranks agree on; a read on some ranks only is an error.
         watch_data: True if writes through ``data`` of gathered weights are noticed; not if they are compiled.
-        is_watched: Whether what is written is about to be compared over the ranks.
+        is_watched: True if what is written is about to be compared over the ranks.
 
     Attributes:
         modules: Those that FSDP2 has the weights of.
@@ -92,7 +92,7 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
         guard(part.plain, part)
 
     def knows(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is one of these."""
+        """Return True if a parameter is one of these."""
         return parameter in self._parts
 
     def replace(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -127,7 +127,7 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
 
     @property
     def is_watched(self) -> bool:
-        """Whether what is written into parameters is to be compared over the ranks."""
+        """True if what is written into parameters is to be compared over the ranks."""
         return self._is_watched()
 
     def note_written(self, part: ShardedPart, written: Tensor | int) -> None:
@@ -233,7 +233,7 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
                 part.take_written()
 
     def has_hooks(self) -> bool:
-        """Whether gradients must be reduced after every backward, because somebody sees them."""
+        """Return True if gradients must be reduced after every backward, because somebody sees them."""
         return bool(self._hooked())
 
     def _hooked(self) -> list[ParameterPart]:

@@ -290,7 +290,7 @@ class Lite(Fabric):
         return self.all_reduce(copied, group=group, reduce_op=reduce_op)
 
     def reduce_decision(self, decision: bool) -> bool:
-        """Whether all processes say yes: for stopping early on every one of them or on none."""
+        """Return True if all processes say yes: for stopping early on every one of them or on none."""
         return bool(self.reduce(float(decision), reduce_op="sum").item() == self.world_size)
 
     def save(self, content: Any, filepath: Any, filter: Any = None) -> None:

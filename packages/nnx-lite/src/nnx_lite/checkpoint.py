@@ -102,7 +102,7 @@ class OptimizerStateDict(dict[str, Any]):
 
 
 def holds_shards(value: Any) -> bool:
-    """Whether a value of a checkpoint's content is, or holds, what only this rank has."""
+    """Return True if a value of a checkpoint's content is, or holds, what only this rank has."""
     if isinstance(value, (ModuleState, OptimizerStateDict, Shard, DTensor)):
         return True
     if isinstance(value, Mapping):
@@ -346,7 +346,7 @@ def _take_apart(content: Any) -> _Parts:
 
 
 def _is_state_dict(value: Any) -> bool:
-    """Whether it is a flat mapping of names to tensors."""
+    """Return True if it is a flat mapping of names to tensors."""
     return isinstance(value, Mapping) and any(isinstance(item, Tensor) for item in value.values())
 
 

@@ -608,7 +608,7 @@ def _translate(plugin: Any) -> Any:
 
 
 def is_precision(plugin: Any) -> bool:
-    """Whether it is a precision plugin."""
+    """Return True if it is a precision plugin."""
     return _precision_root(plugin) is not None
 
 

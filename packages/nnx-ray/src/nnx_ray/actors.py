@@ -53,7 +53,7 @@ class Ended:
         result: The value that rank 0 brings back.
         error: The exception, pickled; empty if there was none, or none that can be pickled.
         text: The traceback; empty if there was no exception.
-        follows_lost_rank: Whether the exception only tells that another rank is gone. A pickled exception
+        follows_lost_rank: True if the exception only tells that another rank is gone. A pickled exception
             has lost the one that it was raised from, so the worker answers this.
     """
 

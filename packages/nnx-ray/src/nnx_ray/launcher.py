@@ -206,7 +206,7 @@ def _has_failed(ended: Ended | RayError) -> bool:
 
 
 def _is_cause(ended: Ended | RayError) -> bool:
-    """Whether this is why a run failed, and not what others made of it."""
+    """Return True if this is why a run failed, and not what others made of it."""
     return isinstance(ended, RayError) or (bool(ended.text) and not ended.follows_lost_rank)
 
 

@@ -88,7 +88,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         return not (
             self.only_left
             or self.only_right
@@ -242,7 +242,7 @@ def _compare_names(a: _Side, b: _Side, found: Comparison, *, prefix: str) -> lis
 
 
 def _tied(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a tensor has several names."""
+    """Return True if a tensor has several names."""
     stored = checkpoint.aliases.get(name, name)
     return name in checkpoint.aliases or stored in checkpoint.aliases.values()
 

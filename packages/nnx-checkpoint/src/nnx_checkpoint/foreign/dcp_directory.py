@@ -143,7 +143,7 @@ def _holds_tensors_only(value: Any) -> bool:
 
 
 def _is_member(key: str, value: Any) -> bool:
-    """Whether it can be an entry of a module's state dict."""
+    """Return True if it can be an entry of a module's state dict."""
     return isinstance(value, TENSORS) or _is_extra(key) or _holds_tensors_only(value)
 
 
@@ -263,7 +263,7 @@ def _require_names(path: Any, states: Sequence[OptimizerState]) -> None:
 
 
 def looks_like_dcp(path: str | os.PathLike[str]) -> bool:
-    """Whether there are files with the names that DCP gives them."""
+    """Return True if there are files with the names that DCP gives them."""
     directory = Path(path)
     if "://" in os.fspath(path) or not directory.is_dir():
         return False

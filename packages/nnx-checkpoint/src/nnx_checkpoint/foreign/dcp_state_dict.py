@@ -83,7 +83,7 @@ def _plain(value: Any) -> Any:
 
 
 def is_flattened(value: Mapping[str, Any]) -> bool:
-    """Whether it is what torch's ``flatten_optimizer_state_dict`` makes of an optimizer's state."""
+    """Return True if it is what torch's ``flatten_optimizer_state_dict`` makes of an optimizer's state."""
     of_groups = [key.startswith(f"{GROUPS}.") for key in value]
     return any(of_groups) and all(
         is_one or key.startswith(f"{STATE}.") for is_one, key in zip(of_groups, value, strict=True)
@@ -204,6 +204,6 @@ def restore_ours(contents: Contents, beside: dict[str, Any]) -> dict[str, Any] |
 
 
 def is_ours(objects: Any) -> bool:
-    """Whether nnx wrote these objects of a trainer."""
+    """Return True if nnx wrote these objects of a trainer."""
     ours = objects.get(OURS) if isinstance(objects, dict) else None
     return isinstance(ours, dict) and set(ours) >= {"left", "tensors", "added", "fabric"}

@@ -53,7 +53,7 @@ class PendingSave:
         self._go.set()
 
     def done(self) -> bool:
-        """Whether it has ended on this rank, well or not."""
+        """Return True if it has ended on this rank, well or not."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:

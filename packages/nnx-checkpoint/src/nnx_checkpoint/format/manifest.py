@@ -144,7 +144,7 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 
 
 def is_save_id(name: str) -> bool:
-    """Whether a directory of this name was made by a save, so that it may be collected."""
+    """Return True if a directory of this name was made by a save, so that it may be collected."""
     return _SAVE_ID.fullmatch(name) is not None
 
 

@@ -160,7 +160,7 @@ class Ranges:
 
     @property
     def gapless(self) -> bool:
-        """Whether the ranges hold nothing but the region."""
+        """True if the ranges hold nothing but the region."""
         return self.span == self.wanted
 
     def starts(self) -> Iterator[int]:

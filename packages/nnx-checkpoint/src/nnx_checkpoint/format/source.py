@@ -32,7 +32,7 @@ _HEAD_BYTES = 1024
 
 
 def is_checkpoint(path: Location) -> bool:
-    """Whether this path looks like an nnx checkpoint, damaged or not."""
+    """Return True if this path looks like an nnx checkpoint, damaged or not."""
     place = place_of(path)
     wait_until_saved(str(place))
     manifest = place / MANIFEST
@@ -77,7 +77,7 @@ def read_manifest(path: Place) -> Manifest:
 
 
 def is_replaced(path: Place, manifest: Manifest) -> bool:
-    """Whether another save is the checkpoint now, so that files of the one before may be gone."""
+    """Return True if another save is the checkpoint now, so that files of the one before may be gone."""
     try:
         return read_manifest(path).save_id != manifest.save_id
     except CheckpointError:

@@ -314,7 +314,7 @@ def stored_objects(stored: Checkpoint, name: Literal["trainer", "extra"]) -> dic
 
 
 def _are_keys(keys: Any) -> bool:
-    """Whether this is what a Fabric's checkpoint says about its user's keys, or nothing."""
+    """Return True if this is what a Fabric's checkpoint says about its user's keys, or nothing."""
     if keys is None:
         return True
     if not isinstance(keys, dict) or not isinstance(keys.get("prefixes", {}), dict):

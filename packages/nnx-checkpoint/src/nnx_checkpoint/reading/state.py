@@ -99,12 +99,12 @@ def describe_model(
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether an entry of a state dict is what `get_extra_state` of a module gave."""
+    """Return True if an entry of a state dict is what `get_extra_state` of a module gave."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
 def _shares_memory(tensor: Tensor, others: Iterable[Tensor]) -> bool:
-    """Whether writing into a tensor writes into one of the others."""
+    """Return True if writing into a tensor writes into one of the others."""
     address = _address(tensor)
     return address != 0 and any(_address(other) == address for other in others)
 

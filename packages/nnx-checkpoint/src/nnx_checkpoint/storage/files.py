@@ -156,7 +156,7 @@ def look(path: Path, root: Path | None) -> os.stat_result | None:
 
 
 def is_file(path: Path) -> bool:
-    """Whether a regular file is there; also for names that the system could not even look up."""
+    """Return True if a regular file is there; also for names that the system could not even look up."""
     try:
         return path.is_file()
     except (OSError, ValueError):

@@ -75,7 +75,7 @@ class _Item:
     Attributes:
         weight: How much its hash looks at.
         depth: How deeply it is nested.
-        called: Whether a call made it that may have made a tensor.
+        called: True if a call made it that may have made a tensor.
         what: A number, a text, the name of a class, a `_Tuple`, or a `_Filled` once something is in it.
     """
 

@@ -69,7 +69,7 @@ class FileTensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie in row-major order without gaps."""
+        """True if its elements lie in row-major order without gaps."""
         expected = 1
         for extent, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if extent != 1 and stride != expected:
@@ -222,7 +222,7 @@ def _unsafe(path: Path, names: Sequence[str]) -> CheckpointError:
 
 
 def _is_mappable(path: Path) -> bool:
-    """Whether tensors stand in the file as in memory: neither compressed nor of another byte order."""
+    """Return True if tensors stand in the file as in memory: neither compressed nor of another byte order."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         order = [entry for entry in entries if entry.filename.endswith("/byteorder")]

@@ -205,7 +205,7 @@ def _reason_to_spare(name: str, kind: str, committed: str, locked: bool) -> str:
 
 
 def _is_older(name: str, committed: str) -> bool:
-    """Whether a save, or a manifest's temporary file, is of before the committed save."""
+    """Return True if a save, or a manifest's temporary file, is of before the committed save."""
     return name.removeprefix(f".{MANIFEST}.") < committed
 
 

@@ -116,7 +116,7 @@ class ChunkEngine(ABC):
     Attributes:
         chunks: The chunks of the module that is laid out.
         at_end: `nnx_core.backend.Backend.at_end`; by default every rank keeps the masters.
-        is_watched: Whether the ranks are compared after this step.
+        is_watched: True if the ranks are compared after this step.
     """
 
     chunks: Sequence[Chunk]
@@ -217,7 +217,7 @@ def tensors_with_gradient(value: Any) -> list[Tensor]:
 
 
 def needs_no_backward(value: Any) -> bool:
-    """Whether nothing in a nested value can start a backward; objects of unknown classes may.
+    """Return True if nothing in a nested value can start a backward; objects of unknown classes may.
 
     Example:
         >>> needs_no_backward(None), needs_no_backward([torch.ones(1), 0.5]), needs_no_backward(object())
@@ -227,7 +227,7 @@ def needs_no_backward(value: Any) -> bool:
 
 
 def is_transparent(value: Any) -> bool:
-    """Whether all tensors in a nested value are found: there are no objects of unknown classes."""
+    """Return True if all tensors in a nested value are found: there are no objects of unknown classes."""
     return all(isinstance(leaf, (Tensor, int, float, str, type(None))) for leaf in _leaves(value))
 
 
@@ -341,7 +341,7 @@ def unguard_pending(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def is_pending(parameter: Tensor) -> bool:
-    """Whether a use of the parameter would wait."""
+    """Return True if a use of the parameter would wait."""
     return isinstance(parameter, _Guard)
 
 

@@ -367,7 +367,7 @@ class _Window:
 
 
 def _shows_inner_outputs(module: nn.Module) -> bool:
-    """Whether hooks of the user get outputs of modules inside, which they may keep."""
+    """Return True if hooks of the user get outputs of modules inside, which they may keep."""
     return any(
         not getattr(hook, "is_of_chunks", False)
         for inner in module.modules()
@@ -401,7 +401,7 @@ class Step:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there are working weights at all."""
+        """True if there are working weights at all."""
         return bool(self._chunks)
 
     def begin(self) -> None:

@@ -68,7 +68,7 @@ class Segment:
 
 
 def is_chunkable(parameter: nn.Parameter) -> bool:
-    """Whether a parameter can lie in a flat buffer: it has values, of an ordinary floating dtype.
+    """Return True if a parameter can lie in a flat buffer: it has values, of an ordinary floating dtype.
 
     Example:
         >>> is_chunkable(nn.Parameter(torch.zeros(2))), is_chunkable(nn.Parameter(torch.zeros(2).cfloat()))
@@ -268,22 +268,22 @@ class LocalChunk(Chunk):
 
     @property
     def has_working(self) -> bool:
-        """Whether a step computes with other tensors than the masters."""
+        """True if a step computes with other tensors than the masters."""
         return bool(self.slots)
 
     @property
     def is_streamed(self) -> bool:
-        """Whether its working weights are on the device only while they are used."""
+        """True if its working weights are on the device only while they are used."""
         return self.tier is Tier.STREAMED
 
     @property
     def is_resident(self) -> bool:
-        """Whether it is streamed, on the device now, and will be let go; the root's is there all along."""
+        """True if it is streamed, on the device now, and will be let go; the root's is there all along."""
         return self._residence is Residence.PASSING and self.name != ""
 
     @property
     def is_settled(self) -> bool:
-        """Whether its working weights can be used from now until the step is over."""
+        """True if its working weights can be used from now until the step is over."""
         return self._shown is Shown.READY and self.tier is not Tier.STREAMED
 
     @property

@@ -104,7 +104,7 @@ class ShardedEngine(ChunkEngine):
         return {old: moved.get(new, new) for old, new in replaced.items()}
 
     def _has_room_for_complete_gradients(self, root: nn.Module) -> bool:
-        """Whether those of the whole model are little beside the device of every rank. Collective."""
+        """Return True if those of the whole model are little beside the device of every rank. Collective."""
         capacity = min(all_gather_object(self.device.capacity, control_group()))
         needed = sum(p.numel() * p.element_size() for p in root.parameters() if p.requires_grad)
         return needed * 16 <= capacity

@@ -152,7 +152,7 @@ class ShardedSegment:
 
     @property
     def is_copied(self) -> bool:
-        """Whether what is gathered is what the masters are."""
+        """True if what is gathered is what the masters are."""
         return self._working is None or self._copied_version == self.version
 
     @property

@@ -285,7 +285,7 @@ class MemoryModel:
         return stays + max(sum(parts) for _, _, parts in self._moments(prints))
 
     def fits(self, tiers: Sequence[Tier], resources: RankResources) -> bool:
-        """Whether both peaks are within their budgets; what stays is looked at before any moment."""
+        """Return True if both peaks are within their budgets; what stays is looked at before any moment."""
         prints = self._prints(tiers)
         stays = sum(one.weights + one.masters + one.optimizer + one.gradients for one in prints)
         if stays + self.spec.other_device_bytes > resources.device_bytes:

@@ -44,7 +44,7 @@ class Widths(NamedTuple):
 
     @property
     def mixed(self) -> bool:
-        """Whether there are masters beside the working weights."""
+        """True if there are masters beside the working weights."""
         return self.working != self.master
 
 

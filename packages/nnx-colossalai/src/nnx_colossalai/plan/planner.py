@@ -167,7 +167,7 @@ class _Search:
         return self._candidates
 
     def fits(self, choice: Choice) -> bool:
-        """Whether a placement is within the budgets and the margin."""
+        """Return True if a placement is within the budgets and the margin."""
         if self._allowance is not None and self._trained_on_device(choice) > self._allowance:
             return False
         return self.memory.fits(choice, self.resources)
@@ -254,7 +254,7 @@ class _Search:
         return search(self.spec, self.memory, self.time, below)
 
     def keeps(self, choice: Choice, most: int) -> bool:
-        """Whether a placement needs at most so much of the device, and has the fractions."""
+        """Return True if a placement needs at most so much of the device, and has the fractions."""
         return meets_fractions(self.spec, self.wishes, choice) and self.memory.device_peak(choice) <= most
 
     def device_peak(self, planned: Planned) -> int:

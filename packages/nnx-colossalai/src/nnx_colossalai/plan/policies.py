@@ -90,7 +90,7 @@ def search(
 
 
 def meets_fractions(spec: ModelSpec, wishes: Wishes, choice: Choice) -> bool:
-    """Whether a placement has the fractions that are wished for, to within one group."""
+    """Return True if a placement has the fractions that are wished for, to within one group."""
     trained = [group.trainable for group in spec.groups]
     for fraction, tiers in (
         (wishes.offload_fraction, (Tier.OFFLOADED, Tier.STREAMED)),

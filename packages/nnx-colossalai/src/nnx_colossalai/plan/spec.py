@@ -51,7 +51,7 @@ class Tier(str, Enum):
 
     @property
     def steps_on_host(self) -> bool:
-        """Whether the optimizer updates the masters in host memory."""
+        """True if the optimizer updates the masters in host memory."""
         return self in (Tier.OFFLOADED, Tier.STREAMED)
 
 

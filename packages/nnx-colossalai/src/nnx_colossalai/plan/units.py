@@ -129,7 +129,7 @@ class _Tree:
         return self.names[id(module)][0]
 
     def can_be_unit(self, module: nn.Module) -> bool:
-        """Whether it is called, has parameters, and shares none with modules outside of it."""
+        """Return True if it is called, has parameters, and shares none with modules outside of it."""
         if module is self.root or id(module) in self._left or not _has_forward(module):
             return False
         inside = self.names[id(module)]
@@ -218,7 +218,7 @@ def _inside_first(root: nn.Module, units: Mapping[str, nn.Module]) -> Sequence[t
 
 
 def _calls_children(module: nn.Module) -> bool:
-    """Whether its forward calls its children, rather than using their weights by itself."""
+    """Return True if its forward calls its children, rather than using their weights by itself."""
     if not any(True for child in module.children() for _ in child.parameters()):
         return False
     if isinstance(module, _DIVISIBLE):

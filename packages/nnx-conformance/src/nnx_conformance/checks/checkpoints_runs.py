@@ -278,7 +278,7 @@ def trainer_for(subject: Subject, task: Task, *, in_background: bool = False, **
 
 
 def _writes_by_itself(subject: Subject) -> bool:
-    """Whether a `Backend` is behind the strategy, whose checkpoints the core writes."""
+    """Return True if a `Backend` is behind the strategy, whose checkpoints the core writes."""
     if subject.is_lightning:
         return False
     target = StrategyRegistry.get(subject.name).resolve()

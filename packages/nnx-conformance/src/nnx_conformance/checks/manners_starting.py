@@ -77,7 +77,7 @@ class Launch:
 
     @property
     def is_installed(self) -> bool:
-        """Whether a script can use the strategy by its name, without imports of its own."""
+        """True if a script can use the strategy by its name, without imports of its own."""
         return not (self.subject.imports or self.subject.options or ":" in self.subject.strategy)
 
 

@@ -241,7 +241,7 @@ class _Partly(Plain):
 
 
 def modes_of_submodules(subject: Subject, task: Task) -> list[tuple[bool, bool]]:
-    """Whether the first and the second block are in training mode, in every training step."""
+    """Return True if the first and the second block are in training mode, in every training step."""
     module = _Partly(task)
     make_trainer(subject, task, limit_val_batches=1, val_check_interval=1).fit(module)
     return module.noted

@@ -634,7 +634,7 @@ def freeze(subject: Subject, task: Task) -> dict[str, Any]:
 
 
 def fit_tied(subject: Subject, task: Task) -> dict[str, Any]:
-    """Whether tied parameters are one afterwards, by name as well as by object."""
+    """Return True if tied parameters are one afterwards, by name as well as by object."""
     module = Tied(task)
     before = [name for name, _ in module.named_parameters()]
     fit(subject, task, module=module)

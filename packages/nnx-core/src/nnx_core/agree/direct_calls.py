@@ -77,7 +77,7 @@ def _warning(own: Callable[..., Any], strategy: str, ranks: int) -> Callable[...
 
 
 def _counts_ranks(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call is one on the default group whose result depends on the number of ranks."""
+    """Return True if a call is one on the default group whose result depends on the number of ranks."""
     try:
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError:

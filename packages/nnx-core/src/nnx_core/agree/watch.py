@@ -120,7 +120,7 @@ class Writes:
     Nothing is computed in steps after which the ranks are not compared.
 
     Args:
-        are_compared: Whether the ranks are compared after this step: `Backend.is_watched`.
+        are_compared: True if the ranks are compared after this step: `Backend.is_watched`.
 
     Example:
         >>> layer, writes = torch.nn.Linear(2, 1, bias=False), Writes(lambda: True)
@@ -264,7 +264,7 @@ class Watch:
         self._backend.is_watched = self._is_due(self._steps + 1)
 
     def _is_due(self, step: int) -> bool:
-        """Whether the ranks are compared after this step."""
+        """Return True if the ranks are compared after this step."""
         return step <= _FIRST_STEPS or bool(self._every and step % self._every == 0)
 
     @torch.no_grad()

@@ -178,7 +178,7 @@ def _check_hook() -> list[Finding]:
 
 
 def _check_face() -> list[Finding]:
-    """Whether ``import nnx`` still means us: another project has that name on the package index."""
+    """Return True if ``import nnx`` still means us: another project has that name on the package index."""
     found = find_spec("nnx")
     place = found.origin if found is not None else None
     if place and "nnx_core" in Path(place).read_text(encoding="utf-8", errors="replace"):

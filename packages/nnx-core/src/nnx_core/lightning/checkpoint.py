@@ -44,7 +44,7 @@ _instances: weakref.WeakSet[CheckpointIO] = weakref.WeakSet()
 
 
 def exists() -> bool:
-    """Whether this process has made a `CheckpointIO`."""
+    """Return True if this process has made a `CheckpointIO`."""
     return len(_instances) > 0
 
 
@@ -224,7 +224,7 @@ def innermost_checkpoint_io(io: Any) -> CheckpointIO | None:
 
 
 def has_logical_names(stored: storage.Checkpoint) -> bool:
-    """Whether its own keys do not matter: what Fabric's users save has keys that they will ask for."""
+    """Return True if its own keys do not matter: what Fabric's users save has keys that they will ask for."""
     if stored.format != "lightning":
         return True
     return "pytorch-lightning_version" in stored.tree(None, lambda name: name)["trainer"]  # reads no tensor

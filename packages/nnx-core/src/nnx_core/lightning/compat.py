@@ -96,7 +96,7 @@ def handle_interrupt(root: str, trainer: Any, function: Any, *args: Any, **kwarg
 
 
 def has_no_code(function: Any) -> bool:
-    """Whether what Fabric launches is nothing: ``fabric.launch()`` without a function.
+    """Return True if what Fabric launches is nothing: ``fabric.launch()`` without a function.
 
     Upstream: ``fabric.fabric._do_nothing``, the first argument of a partial of ``Fabric._wrap_with_setup``.
     """
@@ -123,7 +123,7 @@ def attached_trainer(module: Any) -> Any:
 
 
 def is_wrapping_checkpoint_io(root: str, checkpoint_io: Any) -> bool:
-    """Whether an IO plugin wraps another one, as ``AsyncCheckpointIO`` does.
+    """Return True if an IO plugin wraps another one, as ``AsyncCheckpointIO`` does.
 
     Upstream: ``plugins.io.wrapper._WrappingCheckpointIO``, of Trainer's trees only.
     """
@@ -172,7 +172,7 @@ def average_of(callback: Any) -> nn.Module | None:
 
 
 def copies_only(root: str, callback: Any) -> bool:
-    """Whether an averaging callback does no more in ``setup`` than to copy the model.
+    """Return True if an averaging callback does no more in ``setup`` than to copy the model.
 
     Upstream: ``setup`` of ``callbacks.WeightAveraging`` and ``callbacks.StochasticWeightAveraging``.
     """

@@ -393,11 +393,11 @@ class StoredContent:
                 random.load_state_dict(ranks[rank if rank < len(ranks) else 0])
 
     def has(self, key: str, strict: bool) -> bool:
-        """Whether the rest has this key; a missing one is an error if `strict`."""
+        """Return True if the rest has this key; a missing one is an error if `strict`."""
         return self._found(key in self.rest, key, strict)
 
     def has_model(self, key: str, strict: bool) -> bool:
-        """Whether there are weights for this key."""
+        """Return True if there are weights for this key."""
         saved = self.keys["modules"]
         by_trainer = self.stored is not None and not saved
         return self._found(
@@ -405,7 +405,7 @@ class StoredContent:
         )
 
     def has_optimizer(self, key: str, index: int, strict: bool) -> bool:
-        """Whether there is an optimizer state for this key."""
+        """Return True if there is an optimizer state for this key."""
         saved = self.keys["optimizers"]
         by_trainer = self.optimizers is not None and not saved and index < len(self.optimizers)
         return self._found(by_trainer or key in saved or key in self.rest, key, strict)

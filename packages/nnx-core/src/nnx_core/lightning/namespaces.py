@@ -174,5 +174,5 @@ def base_of(root: str, path: str, name: str) -> Any:
 
 
 def is_from_lightning(value: object) -> bool:
-    """Whether its class is Lightning's own, and not a subclass that somebody wrote."""
+    """Return True if its class is Lightning's own, and not a subclass that somebody wrote."""
     return type(value).__module__.partition(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")

@@ -339,7 +339,7 @@ class ParallelProcesses(ABC):
         before_reduction(what)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any of them, decide so."""
+        """Return True if all ranks, or any of them, decide so."""
         return bool(self._reduce(torch.tensor(int(decision)), None, "min" if all else "max"))
 
     def _reduce(self, value: Any, group: Any, reduce_op: Any) -> Any:

@@ -25,7 +25,7 @@ _OF_PLUGINS = ("backward", "clip_grad_by_norm", "clip_grad_by_value")
 
 
 def publishes_gradients(backend: Backend[Any]) -> bool:
-    """Whether gradients are elsewhere than in ``p.grad`` until the engine publishes them."""
+    """Return True if gradients are elsewhere than in ``p.grad`` until the engine publishes them."""
     return type(backend).publish_gradients is not Backend.publish_gradients
 
 
@@ -100,7 +100,7 @@ def refuse_plain_backward(backend: Backend[Any], module: Any) -> list[RemovableH
 
 
 def has_own_backward(backend: Backend[Any]) -> bool:
-    """Whether the engine does more in a backward than the plugin would."""
+    """Return True if the engine does more in a backward than the plugin would."""
     return type(backend).backward is not Backend.backward
 
 

@@ -80,7 +80,7 @@ __all__ = ["TrainerAdapter"]
 
 
 def looks_after_backward(root: str, module: Any) -> bool:
-    """Whether gradients are looked at after every backward, also while they accumulate.
+    """Return True if gradients are looked at after every backward, also while they accumulate.
 
     Args:
         root: The root of Lightning's tree, such as ``"lightning.pytorch"``.
@@ -90,7 +90,7 @@ def looks_after_backward(root: str, module: Any) -> bool:
 
 
 def looks_before_step(root: str, module: Any) -> bool:
-    """Whether gradients are looked at once they are complete, until they are dropped.
+    """Return True if gradients are looked at once they are complete, until they are dropped.
 
     Args:
         root: The same as in `looks_after_backward`.
@@ -576,7 +576,7 @@ class TrainerAdapter(ParallelProcesses):
             return self._reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any of them, decide so."""
+        """Return True if all ranks, or any of them, decide so."""
         self._arrive("a decision over the ranks")
         with self._explaining():
             return super().reduce_boolean_decision(decision, all)

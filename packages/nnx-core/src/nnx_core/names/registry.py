@@ -265,7 +265,7 @@ class Registry:
         self._foreign_owners.append(foreign_owner)
 
     def overrides(self, name: str) -> bool:
-        """Whether the name was registered with ``override=True``."""
+        """Return True if the name was registered with ``override=True``."""
         return name in self._overriding
 
     def __contains__(self, name: object) -> bool:

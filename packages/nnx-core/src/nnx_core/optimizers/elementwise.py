@@ -326,7 +326,7 @@ class _Subject:
         return Trial(widest, groups, evaluations=self._evaluations)
 
     def _can_be_divided(self) -> bool:
-        """Whether ranks may each step some parameters whole, after all have evaluated the closure."""
+        """Return True if ranks may each step some parameters whole, after all have evaluated the closure."""
         if self._evaluations > 1 or self._moves_first:
             return False
         try:
@@ -438,7 +438,7 @@ def _spread(shapes: list[tuple[Shape, bool]]) -> list[tuple[Shape, bool]]:
 
 
 def _is_same(start: Tensor, end: Tensor, other: Tensor) -> bool:
-    """Whether two ways ended alike, measured by how far they went."""
+    """Return True if two ways ended alike, measured by how far they went."""
     went = (end - start).abs().max()
     tolerance = 1e-3 if end.dtype in (torch.float32, torch.complex64) else 1e-6
     return bool(torch.isfinite(went)) and bool(((end - other).abs() <= tolerance * went).all())

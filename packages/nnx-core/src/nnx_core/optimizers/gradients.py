@@ -292,7 +292,7 @@ class ParallelGradScaler(torch.amp.GradScaler):
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
-        """Whether a parameter lies in host memory and the gradients' device is another."""
+        """Return True if a parameter lies in host memory and the gradients' device is another."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         return self._nnx_device.type != "cpu" and any(p.device.type == "cpu" for p in parameters)
 

@@ -40,7 +40,7 @@ class Route:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds all of it."""
+        """True if every rank holds all of it."""
         return all(len(boxes) == 1 and boxes[0].size == self.shape for boxes in self.boxes)
 
     @property

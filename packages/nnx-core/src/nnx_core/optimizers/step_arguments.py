@@ -16,7 +16,7 @@ class StepArguments:
 
     Attributes:
         closure: The closure, which comes first or by its name; None without one.
-        is_named: Whether it came by its name.
+        is_named: True if it came by its name.
         args: The other positional arguments.
         kwargs: The other keyword arguments.
     """

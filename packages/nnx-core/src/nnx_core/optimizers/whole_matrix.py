@@ -197,7 +197,7 @@ class OwnerRanks:
         return "each rank has that of the parameters that it owns"
 
     def serves(self, optimizer: Optimizer) -> bool:
-        """Whether owners step some of its parameters. Collective if its groups were changed."""
+        """Return True if owners step some of its parameters. Collective if its groups were changed."""
         return self._current(optimizer) is not None
 
     def step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -99,7 +99,7 @@ def _classes_of(module: nn.Module) -> Iterator[type[nn.Module]]:
 
 
 def _is_called(cls: type[nn.Module], name: str) -> bool:
-    """Whether a class has a name, or has it where a package shows it, as ``torch.nn.Linear``."""
+    """Return True if a class has a name, or has it where a package shows it, as ``torch.nn.Linear``."""
     if f".{cls.__module__}.{cls.__qualname__}".endswith(f".{name}"):
         return True
     package, _, last = name.rpartition(".")
@@ -354,7 +354,7 @@ def leave_on_meta(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 
 
 def is_left(module: nn.Module) -> bool:
-    """Whether `leave_on_meta` has taken the values of a parameter of this module."""
+    """Return True if `leave_on_meta` has taken the values of a parameter of this module."""
     return any(hasattr(parameter, "_nnx_left") for parameter in module.parameters())
 
 

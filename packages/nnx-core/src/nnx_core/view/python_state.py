@@ -92,7 +92,7 @@ def origin_of(module: str) -> Literal["python", "installed", "elsewhere"]:
 
 
 def is_users_own(module: str | None) -> bool:
-    """Whether code is the user's own: neither Python's, nor installed, nor of this project.
+    """Return True if code is the user's own: neither Python's, nor installed, nor of this project.
 
     Args:
         module: The name of the module that it is in; None where it has none.
@@ -104,7 +104,7 @@ def is_users_own(module: str | None) -> bool:
 
 
 def has_values(module: str) -> bool:
-    """Whether objects of a module's classes are looked into: not those of torch, Lightning and Python.
+    """Return True if objects of a module's classes are looked into: not those of torch, Lightning and Python.
 
     Args:
         module: The name of the module.
@@ -323,7 +323,7 @@ class _Single(_Note):
 
     @abstractmethod
     def has_changed(self) -> bool:
-        """Whether it is another now."""
+        """Return True if it is another now."""
 
     @abstractmethod
     def restore(self) -> None:
@@ -534,7 +534,7 @@ def _content(cell: CellType) -> Any:
 
 
 def _means_the_same(now: Any, before: Any) -> bool:
-    """Whether two values mean the same; torch makes new containers of the same content."""
+    """Return True if two values mean the same; torch makes new containers of the same content."""
     if now is before:
         return True
     if type(now) is not type(before):

@@ -125,7 +125,7 @@ def is_elementwise_in_place(func: Callable[..., Any]) -> bool:
 
 
 def is_random(func: Callable[..., Any]) -> bool:
-    """Whether a function fills a tensor with random numbers."""
+    """Return True if a function fills a tensor with random numbers."""
     return getattr(func, "__name__", "") in _RANDOM or getattr(func, "__module__", "") == "torch.nn.init"
 
 
@@ -153,5 +153,5 @@ def _of_attribute(name: str, *, reads: bool) -> Sees:
 
 
 def _is_native(func: Callable[..., Any]) -> bool:
-    """Whether it is torch's own, as against a function in Python such as those of `torch.nn.init`."""
+    """Return True if it is torch's own, as against a function in Python such as those of `torch.nn.init`."""
     return isinstance(func, (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType))

@@ -89,7 +89,7 @@ class Part(ABC):
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody has the tensor any more, so that there is nothing to write to."""
+        """True if nobody has the tensor any more, so that there is nothing to write to."""
         return False
 
     @property
@@ -174,7 +174,7 @@ class HeldByTensor:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody has the tensor any more."""
+        """True if nobody has the tensor any more."""
         return self._tensor() is None
 
 
@@ -183,7 +183,7 @@ class Kept(Protocol):
 
     @property
     def is_viewed(self) -> bool:
-        """Whether somebody else holds the memory of the whole, and may write into it."""
+        """True if somebody else holds the memory of the whole, and may write into it."""
         ...
 
     def forget(self) -> None:
@@ -288,7 +288,7 @@ class Seen:
         self._values = value.detach().clone() if value.device.type == "cpu" else None
 
     def is_changed(self, value: Tensor) -> bool:
-        """Whether somebody has written into the whole since."""
+        """Return True if somebody has written into the whole since."""
         if value._version != self._version:
             return True
         return self._values is not None and not torch.equal(value, self._values)
@@ -310,13 +310,13 @@ class Source:
         self._values = own.clone()
 
     def is_still(self, whole: Tensor, own: Tensor) -> bool:
-        """Whether this is the same memory, and as it was."""
+        """Return True if this is the same memory, and as it was."""
         same = whole.untyped_storage().data_ptr() == self._storage.data_ptr()
         return same and torch.equal(own, self._values)
 
     @property
     def is_shared(self) -> bool:
-        """Whether anybody else holds the memory."""
+        """True if anybody else holds the memory."""
         return users_of_storage(self._storage) > 1
 
 
@@ -562,7 +562,7 @@ def guarded_class(plain: type[Any], guard: type = Guard) -> type[Any]:
 
 
 def can_be_guarded(parameter: Tensor) -> bool:
-    """Whether a tensor's class leaves torch functions alone, and it has values.
+    """Return True if a tensor's class leaves torch functions alone, and it has values.
 
     Example:
         >>> can_be_guarded(nn.Parameter(torch.zeros(2)))
@@ -592,7 +592,7 @@ def unguard(tensor: Any) -> None:
 
 
 def is_guarded(tensor: Any) -> bool:
-    """Whether torch functions see the whole of a tensor."""
+    """Return True if torch functions see the whole of a tensor."""
     return isinstance(tensor, Guard)
 
 

@@ -261,7 +261,7 @@ def _carried(before: Run, run: Run) -> dict[int, int] | None:
 
 
 def _only_carried(run: Run, readers: dict[str, set[int]], reader: int | None, carried: set[int]) -> bool:
-    """Whether nothing but what is carried leaves a layer, and nothing but the given piece reads it."""
+    """Return True if nothing but what is carried leaves a layer, and nothing but the given piece reads it."""
     for index, name in enumerate(run.defined):
         others = readers.get(name, set())
         if reader is not None and others - {reader}:

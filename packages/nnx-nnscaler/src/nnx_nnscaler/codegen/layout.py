@@ -122,7 +122,7 @@ def _read_in(lines: Iterable[Line]) -> set[str]:
 
 
 def _writes(op: Op, graph: Graph) -> bool:
-    """Whether an operator changes a buffer."""
+    """Return True if an operator changes a buffer."""
     name = op.target.rpartition(".")[0].rpartition(".")[2]
     in_place = name.endswith("_") and not name.startswith("__")
     return in_place or ("_norm" in name and any(operand in graph.buffers for operand in op.operands()))

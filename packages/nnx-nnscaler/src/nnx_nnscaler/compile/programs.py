@@ -372,7 +372,7 @@ class _Tree:
         self._read = read_by_forward(root, besides=besides)
 
     def changed(self) -> bool:
-        """Whether a submodule or a parameter is another one now."""
+        """Return True if a submodule or a parameter is another one now."""
         for now, before in (*self._children, *self._parameters):
             if len(now) != len(before) or not all(map(is_, now.values(), before)):
                 return True
@@ -414,12 +414,12 @@ def _restore(root: nn.Module, own: Callable[..., Any]) -> None:
 
 
 def _is_of_class(root: nn.Module, own: Callable[..., Any]) -> bool:
-    """Whether a module's forward is simply that of its class."""
+    """Return True if a module's forward is simply that of its class."""
     return isinstance(own, MethodType) and own.__self__ is root and own.__func__ is type(root).forward
 
 
 def _is_single(tensors: list[Tensor]) -> bool:
-    """Whether the batch is of one: a program for a symbolic size stands for two or more."""
+    """Return True if the batch is of one: a program for a symbolic size stands for two or more."""
     return any(tensor.ndim > 0 and tensor.shape[0] == 1 for tensor in tensors[:1])
 
 
@@ -465,7 +465,7 @@ class Variant:
         self._hindrance = _function(graph, f"{reasons}''")
 
     def shapes_fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether tensors have the program's sizes, and its symbols values that it was traced for."""
+        """Return True if tensors have the program's sizes, and its symbols values that it was traced for."""
         return self._fits(*[tensor.shape for tensor in tensors])
 
     def hindrance(self, tensors: Sequence[Tensor]) -> str:

@@ -56,7 +56,7 @@ class Placement:
 
     @property
     def is_shard(self) -> bool:
-        """Whether each rank holds a part of the elements."""
+        """True if each rank holds a part of the elements."""
         return self.kind == "S"
 
     def local_shape(self, shape: Sequence[int], size: int) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ class Placement:
         return (*shape[: self.dim], shape[self.dim] // size, *shape[self.dim + 1 :])
 
     def fits(self, shape: Sequence[int], size: int) -> bool:
-        """Whether a tensor of this shape can be cut evenly so over `size` ranks."""
+        """Return True if a tensor of this shape can be cut evenly so over `size` ranks."""
         return not self.is_shard or (self.dim < len(shape) and shape[self.dim] % (size * self.groups) == 0)
 
     def boxes(self, shape: Sequence[int], *, rank: int, size: int) -> tuple[Box, ...]:
@@ -125,7 +125,7 @@ class Strategy:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank does all of it."""
+        """True if every rank does all of it."""
         return all(placement == R for placement in (*self.inputs, *self.outputs))
 
 

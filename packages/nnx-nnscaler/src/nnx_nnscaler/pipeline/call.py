@@ -325,7 +325,7 @@ def look_of(meta: TensorMeta, symbols: Mapping[str, int], *, flows: bool) -> Loo
 
 
 def can_split(stage: Stage, flows: Set[str]) -> bool:
-    """Whether torch's split backward finds all gradients of a stage's weights.
+    """Return True if torch's split backward finds all gradients of a stage's weights.
 
     It begins the second part where weights meet what depends on the stage's inputs. What is computed from
     weights alone must come there once and nowhere else: torch 2.13 counts a bias that two layers share twice,

@@ -232,7 +232,7 @@ class Passage:
         self._with_gradients = self._reached(frozenset(results))
 
     def returns(self, look: Look) -> bool:
-        """Whether the gradient of a value goes back to its sender."""
+        """Return True if the gradient of a value goes back to its sender."""
         return look.flows and look.name in self._with_gradients
 
     def send(self, tensors: Sequence[Tensor], looks: Sequence[Look], to: int, tag: int) -> None:

@@ -268,14 +268,14 @@ class _Cut:
         return True
 
     def _picks_rows(self, op: Op) -> bool:
-        """Whether an operator takes of each sample the same elements."""
+        """Return True if an operator takes of each sample the same elements."""
         picked, (rows, *others) = argument_of(op, "self"), argument_of(op, "indices")
         if rows is None or rows.name not in self._rows or self._placements[picked.name] != S(0):
             return False
         return all(other is None or self._placements[other.name] == R for other in others)
 
     def _drops_batch_of_one(self, op: Op) -> bool:
-        """Whether a batch of one sample would lose its dim."""
+        """Return True if a batch of one sample would lose its dim."""
         operand = argument_of(op, "self")
         return any(isinstance(dim, Size) for dim in self._graph.meta(operand.name).shape)
 
@@ -307,7 +307,7 @@ class _Cut:
         return replace(op, output=output), graph
 
     def _agrees(self, op: Op, strategy: Strategy) -> bool:
-        """Whether results are cut just where their size depends on the batch's."""
+        """Return True if results are cut just where their size depends on the batch's."""
         for meta, placement in zip(outputs_of(op), strategy.outputs, strict=True):
             dims = symbolic_dims(meta)
             if (placement.is_shard and dims != [placement.dim]) or (dims and not placement.is_shard):
@@ -343,7 +343,7 @@ class _Cut:
         yield replace(op, target="aten.div.Tensor", args=(Ref(part.name), Code(divisor)), kwargs={})
 
     def _counts_samples(self, op: Op) -> bool:
-        """Whether a mean is over the samples that count."""
+        """Return True if a mean is over the samples that count."""
         if argument_of(op, "ignore_index") is None:
             return False
         target = self._graph.meta(argument_of(op, "target").name)
@@ -374,7 +374,7 @@ def symbolic_dims(meta: TensorMeta) -> list[int]:
 
 
 def writes_in_place(op: Op) -> bool:
-    """Whether an operator changes an operand, as batch norm does in training."""
+    """Return True if an operator changes an operand, as batch norm does in training."""
     return is_in_place(op) or ("_norm" in base_name(op) and _updates_statistics(op))
 
 
@@ -410,7 +410,7 @@ def _reduction(op: Op) -> int | None:
 
 
 def _writes_plainly(op: Op, strategy: Strategy) -> bool:
-    """Whether an operator's rule, which may write it otherwise for a part, does not."""
+    """Return True if an operator's rule, which may write it otherwise for a part, does not."""
     codes = [f"x{index}" for index in range(len(op.operands()))]
     left = list(codes)
     here = replace(
@@ -429,7 +429,7 @@ def _has_size(argument: Argument) -> bool:
 
 
 def _is_shape(kind: str) -> bool:
-    """Whether arguments of a type are sizes and places, rather than numbers to compute with."""
+    """Return True if arguments of a type are sizes and places, rather than numbers to compute with."""
     return "int" in kind.lower()
 
 

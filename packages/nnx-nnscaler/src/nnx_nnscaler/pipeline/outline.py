@@ -132,7 +132,7 @@ class Outline:
         return np.asarray(np.cumsum(change)[: len(self.ops) + 1])
 
     def may_begin(self) -> NDArray[np.bool_]:
-        """Whether a stage may begin at each place."""
+        """Return True if a stage may begin at each place."""
         may = np.ones(len(self.ops) + 1, dtype=bool)
         if len(self.ops) > _MOST_PLACES:
             for index, (before, op) in enumerate(pairwise(self.ops), start=1):

@@ -149,7 +149,7 @@ class _Attention:
 
 
 def is_random(op: Op) -> bool:
-    """Whether an operator draws random numbers."""
+    """Return True if an operator draws random numbers."""
     operator = operator_of(op.target)
     if operator is None or torch.Tag.nondeterministic_seeded not in operator.tags:
         return False

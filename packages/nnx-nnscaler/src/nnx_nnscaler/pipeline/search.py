@@ -141,7 +141,7 @@ class _Search:
         self._symbols = traced_sizes(graph)
 
     def fits(self, plan: PipelinePlan) -> bool:
-        """Whether each rank stays within its memory."""
+        """Return True if each rank stays within its memory."""
         return self._limit is None or max(used.peak for used in plan.usage) <= self._limit
 
     def best(self, wished: int) -> PipelinePlan:

@@ -172,11 +172,11 @@ class Steps:
 
 
 def _changes(leaf: Any) -> bool:
-    """Whether something in a batch is likely to be another in the next one."""
+    """Return True if something in a batch is likely to be another in the next one."""
     return isinstance(leaf, (str, int, float, complex)) and not isinstance(leaf, bool)
 
 
 def goes_in_turns(program: Any) -> bool:
-    """Whether a forward's program has to be left to a step to go in turns, and the step may be cut."""
+    """Return True if a forward's program has to be left to a step to go in turns, and the step may be cut."""
     is_left = isinstance(program, PipelineProgram) and program.plan.schedule != "gpipe"
     return is_left and not program.plan.loss and not program.cut.hindrance

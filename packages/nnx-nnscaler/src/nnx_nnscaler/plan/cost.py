@@ -231,7 +231,7 @@ class Prices:
         return Price(compute=update).plus(self._reduction(local, stored))
 
     def is_reduced(self, stored: Stored) -> bool:
-        """Whether a parameter's gradient goes through the reducer."""
+        """Return True if a parameter's gradient goes through the reducer."""
         return self.units > 1 or (stored.synchronized and self.size > 1)
 
     def _reduction(self, local: Local, stored: Stored) -> Price:

@@ -74,18 +74,18 @@ class PolicyContext:
         ]
 
     def splits_batch(self, op: Op, strategy: Strategy) -> bool:
-        """Whether some tensor of an operator is split along the batch."""
+        """Return True if some tensor of an operator is split along the batch."""
         return any(self._along_batch(meta, placement) for meta, placement in self._placed(op, strategy))
 
     def splits_other(self, op: Op, strategy: Strategy) -> bool:
-        """Whether some tensor of an operator is split along a dim that is not the batch."""
+        """Return True if some tensor of an operator is split along a dim that is not the batch."""
         return any(
             placement.is_shard and not self._along_batch(meta, placement)
             for meta, placement in self._placed(op, strategy)
         )
 
     def splits_parameter(self, op: Op, strategy: Strategy) -> bool:
-        """Whether a parameter is used in parts."""
+        """Return True if a parameter is used in parts."""
         operands = zip(op.operands(), strategy.inputs, strict=True)
         return any(placement.is_shard for name, placement in operands if name in self.graph.parameters)
 
@@ -260,7 +260,7 @@ def autodist(context: PolicyContext) -> None:
 
 
 def _drops_batch(context: PolicyContext, op: Op, strategy: Strategy) -> bool:
-    """Whether an operator could split the batch, does not, and is not about partial sums either."""
+    """Return True if an operator could split the batch, does not, and is not about partial sums either."""
     if context.splits_batch(op, strategy) or P in strategy.inputs:
         return False
     return any(

@@ -22,6 +22,6 @@ def recomputed_owner(module: str, patterns: Sequence[str]) -> str | None:
 
 
 def _matches(owner: str, pattern: str) -> bool:
-    """Whether a name fits a pattern, in which a star stands for one part of a name."""
+    """Return True if a name fits a pattern, in which a star stands for one part of a name."""
     names, wanted = owner.split("."), pattern.split(".")
     return len(names) == len(wanted) and all(map(fnmatchcase, names, wanted))

@@ -316,7 +316,7 @@ class Program:
         return price_of_change(self._prices, name, stored, state.placement, use)
 
     def _changes_in_place(self, edge: Edge) -> bool:
-        """Whether the consumer writes into the value, which no conversion may stand between."""
+        """Return True if the consumer writes into the value, which no conversion may stand between."""
         if edge.target < 0 or edge.operand > 0:
             return False
         op = self._problem.flow.ops[self._problem.nodes[edge.target].first]

@@ -210,7 +210,7 @@ class _Parser:
         self.at += 1
 
     def check(self, found: Annotation) -> None:
-        """Whether marks and names agree."""
+        """Return True if marks and names agree."""
         used = {n for dims in found.operands for dim in dims or () for n in dim.names}
         made = [{n for dim in dims for n in dim.names} for dims in found.results]
         for name in dict.fromkeys([*self.places]):

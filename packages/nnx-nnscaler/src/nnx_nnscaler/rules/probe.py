@@ -169,7 +169,7 @@ def _may_try(op: Op, metas: Sequence[TensorMeta]) -> bool:
 
 
 def _is_internal(target: str) -> bool:
-    """Whether only torch itself calls an operator: its kernel may trust the shapes that it is given.
+    """Return True if only torch itself calls an operator: its kernel may trust the shapes that it is given.
 
     `aten._weight_norm` writes past the end of its result where they do not belong together.
     """
@@ -315,7 +315,7 @@ def _guessed(part: torch.Tensor, whole: torch.Tensor, size: int) -> Placement | 
 def _keeps_shapes(
     run: Run, strategy: Strategy, metas: Sequence[TensorMeta], results: Sequence[TensorMeta], size: int
 ) -> bool:
-    """Whether parts of the traced sizes give parts of the traced results, shapes only."""
+    """Return True if parts of the traced sizes give parts of the traced results, shapes only."""
     inputs = list(zip(metas, strategy.inputs, strict=True))
     outputs = list(zip(results, strategy.outputs, strict=True))
     if not all(placement.fits(meta.hints, size) for meta, placement in (*inputs, *outputs)):
@@ -349,7 +349,7 @@ def _has_size(argument: Argument) -> bool:
 
 
 def _counts(name: str, argument: Argument) -> bool:
-    """Whether an argument may count elements, so that only the traced sizes go with it."""
+    """Return True if an argument may count elements, so that only the traced sizes go with it."""
     if isinstance(argument, (list, tuple)):
         return any(_counts(name, item) for item in argument)
     return type(argument) is int and abs(argument) > 1 and name not in _POSITIONS

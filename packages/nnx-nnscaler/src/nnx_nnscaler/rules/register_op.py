@@ -207,7 +207,7 @@ def _overloads(packet: Any) -> list[str]:
 
 
 def _check_arguments(annotation: Annotation, target: str) -> None:
-    """Whether tensors are where the annotation says, as far as an operator's schema tells."""
+    """Return True if tensors are where the annotation says, as far as an operator's schema tells."""
     arguments = operator_of(target)._schema.arguments
     if len(annotation.operands) > len(arguments):
         raise _arity(annotation, target, arguments_of(target))

@@ -57,7 +57,7 @@ def register_discovery(discover: Discovery) -> None:
 
 
 def has_rule(op: Op) -> bool:
-    """Whether an operator is in the table or was registered."""
+    """Return True if an operator is in the table or was registered."""
     return rule_for(op) is not _PLAIN
 
 
@@ -131,7 +131,7 @@ def _usable(op: Op, graph: Graph, size: int) -> list[Strategy]:
 
 
 def is_in_place(op: Op) -> bool:
-    """Whether an operator changes its operand, as ``add_`` does and ``__and__`` does not."""
+    """Return True if an operator changes its operand, as ``add_`` does and ``__and__`` does not."""
     name = op.target.split(".")[1] if "." in op.target else ""
     return name.startswith("__i") if name.endswith("__") else name.endswith("_")
 
@@ -195,7 +195,7 @@ def unsupported_message(graph: Graph, size: int) -> str:
 
 
 def _matters(op: Op, graph: Graph) -> bool:
-    """Whether an operator computes with tensors that have elements to split."""
+    """Return True if an operator computes with tensors that have elements to split."""
     name = op.target.rpartition(".")[0]
     # In place, or made anew with the shape of an operand.
     if op.target in ("getitem", "module") or name.endswith(("_", "_like")) or name.startswith("aten.new_"):

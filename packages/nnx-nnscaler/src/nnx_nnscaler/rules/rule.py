@@ -252,7 +252,7 @@ def aligned(labels: Labels, whole: TensorMeta, operand: TensorMeta) -> Labels:
 
 
 def is_floating(meta: TensorMeta) -> bool:
-    """Whether a tensor holds floating point numbers, complex ones included."""
+    """Return True if a tensor holds floating point numbers, complex ones included."""
     return meta.dtype.startswith(("float", "bfloat", "complex"))
 
 

@@ -108,7 +108,7 @@ def _same_cut(placement: Placement, side: _Side, other: _Side, size: int) -> Pla
 
 
 def _is_wanted(call: Call, before: _Side, after: _Side, source: Placement, target: Placement) -> bool:
-    """Whether a pair is worth a strategy: not grouped, or asked for beside, or a dim split into few.
+    """Return True if a pair is worth a strategy: not grouped, or asked for beside, or a dim split into few.
 
     What is cut last of many parts is features of every head, which no operator needs: up to three parts are
     more likely to be queries, keys and values.
@@ -439,7 +439,7 @@ def _as_list(argument: Argument) -> list[Argument]:
 
 
 def _is_cut(placement: Placement, dim: int, op: Op) -> bool:
-    """Whether the results of an operator are cut along the dim that it works along."""
+    """Return True if the results of an operator are cut along the dim that it works along."""
     outputs = op.output if isinstance(op.output, tuple) else (op.output,)
     ndim = next(len(meta.shape) for meta in outputs if meta is not None)
     return placement.is_shard and placement.dim == dim % ndim

@@ -161,7 +161,7 @@ class GradientBucket(Bucket):
         self._slots = views_like(self._buffer, self._parameters)
 
     def _is_own(self, buffer: Tensor) -> bool:
-        """Whether nothing but the parameters' own gradients looks at the buffer."""
+        """Return True if nothing but the parameters' own gradients looks at the buffer."""
         storage = buffer.untyped_storage()
         lookers = users_of_storage(storage) - 2  # the buffer, and `storage`
         if lookers > 0:
@@ -272,7 +272,7 @@ def views_like(buffer: Tensor, tensors: Mapping[int, Tensor]) -> dict[int, Tenso
 
 
 def _fills_its_storage(tensor: Tensor) -> bool:
-    """Whether elements lie without gap or overlap, in whatever order of the dims."""
+    """Return True if elements lie without gap or overlap, in whatever order of the dims."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

@@ -89,7 +89,7 @@ class ParameterLayout:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank stores all of the parameter."""
+        """True if this rank stores all of the parameter."""
         return self.is_everywhere and self.local_shape == self.shape
 
     def unit_part(self, whole: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class UnitPart(Protocol):
 
     @property
     def is_gathered(self) -> bool:
-        """Whether `value` takes a collective of its own. That for rows of parameters is the bucket's."""
+        """True if `value` takes a collective of its own. That for rows of parameters is the bucket's."""
 
     def value(self) -> Tensor:
         """It, without gradient."""
@@ -250,7 +250,7 @@ class StagePart:
 
     @property
     def _is_read_alone(self) -> bool:
-        """Whether a hook reads it, which runs in the backward pass of the stage that has it."""
+        """True if a hook reads it, which runs in the backward pass of the stage that has it."""
         return self._layout.is_here and current_backward() != NO_BACKWARD
 
     def value(self) -> Tensor:  # noqa: D102
@@ -281,7 +281,7 @@ class GradientParts(Protocol):
     """What the gradients of one guarded parameter are parts of. Used in local mode only."""
 
     def are_whole(self) -> bool:
-        """Whether this rank stores all of the gradient it has now."""
+        """Return True if this rank stores all of the gradient it has now."""
 
     def source_of(self, gradient: Tensor) -> UnitPart:
         """Where the part within the unit of a gradient comes from."""
@@ -352,7 +352,7 @@ class Part(guards.Part):
 
     @property
     def is_kept(self) -> bool:
-        """Whether the whole is there, so that it may have been changed."""
+        """True if the whole is there, so that it may have been changed."""
         return self._value is not None
 
     @override

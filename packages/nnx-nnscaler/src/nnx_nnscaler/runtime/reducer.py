@@ -279,7 +279,7 @@ class Reducer:
             self.on_end()
 
     def is_complete(self, parameter: nn.Parameter) -> bool:
-        """Whether the gradient of a synchronized parameter is the sum over the unit by now."""
+        """Return True if the gradient of a synchronized parameter is the sum over the unit by now."""
         return self._number_of[id(parameter)] in self._complete
 
     def note_complete(self, parameter: nn.Parameter) -> None:

@@ -74,7 +74,7 @@ class Arrival:
 
     @property
     def is_there(self) -> bool:
-        """Whether the whole module is on the device, so that only its values may have to be exchanged."""
+        """True if the whole module is on the device, so that only its values may have to be exchanged."""
         tensors = (*self._module.parameters(), *self._module.buffers())
         return all(tensor.device == self._device for tensor in tensors)
 
@@ -273,7 +273,7 @@ class Parameters:
 
     Attributes:
         reducer: Makes the ranks' gradients one.
-        is_watched: Whether what user code writes into parameters is about to be compared over the ranks.
+        is_watched: True if what user code writes into parameters is about to be compared over the ranks.
 
     Example:
         >>> axes = Axes(None, None, None, None, None, 0, 1, 0, 1, 0, 1)
@@ -527,11 +527,11 @@ class Parameters:
         return None if part is None else part.state(value, name)
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of the parameters."""
+        """Return True if a tensor is one of the parameters."""
         return tensor in self._layouts
 
     def is_whole(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank stores all of a parameter."""
+        """Return True if this rank stores all of a parameter."""
         layout = self._layouts[parameter]
         return layout.is_everywhere and layout.rows is None and not layout.placement.is_shard
 

@@ -160,12 +160,12 @@ def running(root: nn.Module) -> Iterator[None]:
 
 
 def hooks_of_the_user(module: nn.Module) -> bool:
-    """Whether a submodule has hooks that a program would not call by itself."""
+    """Return True if a submodule has hooks that a program would not call by itself."""
     return any(not _is_traced(hook) for kind in _HOOKS for hook in getattr(module, kind, {}).values())
 
 
 def _is_traced(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is one of transformers', which collect hidden states within one call."""
+    """Return True if a hook is one of transformers', which collect hidden states within one call."""
     return getattr(hook, "__module__", "").startswith("transformers.utils.")
 
 
@@ -210,7 +210,7 @@ def collectives_refused() -> Iterator[None]:
 
 
 def is_collective(operator: Any) -> bool:
-    """Whether a torch operator communicates."""
+    """Return True if a torch operator communicates."""
     return "c10d" in getattr(operator, "namespace", "")
 
 

@@ -23,7 +23,7 @@ _VERSIONED = frozenset(
 
 
 def is_users(module: str) -> bool:
-    """Whether code may change without the version of torch or Python changing with it."""
+    """Return True if code may change without the version of torch or Python changing with it."""
     return module.partition(".")[0] not in _VERSIONED and origin_of(module) != "python"
 
 

@@ -170,7 +170,7 @@ def notes_of(step: Step) -> str | None:
 
 
 def is_float(value: Any) -> bool:
-    """Whether a value is a tensor that can have a gradient."""
+    """Return True if a value is a tensor that can have a gradient."""
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
@@ -371,7 +371,7 @@ def _put_back(view: _View, node: fx.Node, whole: Argument, part: Argument, emitt
 
 
 def _is_same(step: Step, part: Tensor, whole: Tensor) -> bool:
-    """Whether a view shows all of the memory in the same order."""
+    """Return True if a view shows all of the memory in the same order."""
     if _name(step).endswith("_"):  # a write returns what it wrote into
         return True
     known = (*_SAME, "slice", "expand", "view", "reshape")
@@ -402,12 +402,12 @@ def name_of(target: Any) -> str:
 
 
 def is_check(step: Step) -> bool:
-    """Whether a step only checks something that the trace has settled."""
+    """Return True if a step only checks something that the trace has settled."""
     return str(step.target).startswith(tuple(f"aten.{name}" for name in _CHECKS))
 
 
 def is_random(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator moves the random state, so that it may not be left out."""
+    """Return True if an operator moves the random state, so that it may not be left out."""
     namespace, name, overload = target.split(".")
     if namespace == "aten" and name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
@@ -420,12 +420,12 @@ def is_random(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 
 def makes_gradients(target: str) -> bool:
-    """Whether results of an operator are connected with its operands for autograd."""
+    """Return True if results of an operator are connected with its operands for autograd."""
     return name_of(target) not in _NO_GRADIENT
 
 
 def writes_buffers(step: Step) -> bool:
-    """Whether an operator updates buffers although its schema does not say so."""
+    """Return True if an operator updates buffers although its schema does not say so."""
     flag = _STATISTICS.get(name_of(step.target))
     return flag is not None and step.args[3] is not None and bool(step.args[flag])
 

@@ -35,7 +35,7 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device,
 
 
 def is_constant(value: object) -> bool:
-    """Whether a leaf that is no tensor can be part of a program as it is."""
+    """Return True if a leaf that is no tensor can be part of a program as it is."""
     return isinstance(value, _PLAIN)
 
 

@@ -209,7 +209,7 @@ def _data_parallel_size(trainer: Any) -> int:
 
 
 def _has_state(loader: Any) -> bool:
-    """Whether Lightning saves and restores the loader through its own state."""
+    """Return True if Lightning saves and restores the loader through its own state."""
     return callable(getattr(loader, "state_dict", None)) and callable(
         getattr(loader, "load_state_dict", None)
     )
@@ -405,7 +405,7 @@ class ExactResume:
 
 
 def _is_scheduled(trainer: Any) -> bool:
-    """Whether the number of batches of a step changes from epoch to epoch."""
+    """Return True if the number of batches of a step changes from epoch to epoch."""
     callbacks = getattr(trainer, "accumulation_scheduler", None), *trainer.callbacks
     return any(len(getattr(callback, "scheduling", ())) > 1 for callback in callbacks)
 
