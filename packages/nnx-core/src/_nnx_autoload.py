@@ -114,7 +114,7 @@ def install() -> None:
 
 
 def autoload() -> None:
-    """What `import torch` calls."""
+    """Run at `import torch`."""
     try:
         if os.environ.get("NNX_AUTOLOAD", "1") != "0":
             install()
@@ -123,7 +123,7 @@ def autoload() -> None:
 
 
 def callbacks() -> list[Any]:
-    """What each Trainer of ``lightning.pytorch`` asks for: our callbacks, where nnx is in use."""
+    """Return our callbacks to each Trainer of ``lightning.pytorch``, if nnx is in use."""
     return _callbacks("callbacks")
 
 

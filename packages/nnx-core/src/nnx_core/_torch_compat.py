@@ -185,7 +185,7 @@ def run_step_hooks(
     """Do what torch does around the step of an optimizer that does not run on this rank.
 
     Args:
-        optimizer: Whose hooks are called; its schedulers see that it was stepped.
+        optimizer: The optimizer with the hooks; its schedulers see that it was stepped.
         args: The arguments of the step.
         kwargs: The keyword arguments of the step.
         before: True for the hooks before the step, False for those after it.
@@ -262,7 +262,7 @@ def will_execute(node: Any) -> bool:
 
 
 def state_of(module: Any) -> Any:
-    """What FSDP2 knows of a module that ``fully_shard`` was called on."""
+    """Return FSDP2's state of a module that ``fully_shard`` was called on."""
     return fully_shard.state(module)  # type: ignore[attr-defined]
 
 
@@ -272,7 +272,7 @@ def states_of(root: nn.Module) -> Iterator[Any]:
 
 
 def param_groups(state: Any) -> list[Any]:
-    """What FSDP2 gathers together; nothing where a module has no parameters of its own."""
+    """Return the parameters that FSDP2 gathers together; none if a module has no parameters of its own."""
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
         return list(several)
@@ -280,7 +280,7 @@ def param_groups(state: Any) -> list[Any]:
 
 
 def begin_anew(states: Iterable[Any]) -> None:
-    """After an error in a step: let every unit begin anew with its part; accumulated gradients stay.
+    """Reset every unit to its shards after an error in a step; accumulated gradients stay.
 
     Args:
         states: The states of all units of a root.
@@ -305,7 +305,7 @@ def begin_anew(states: Iterable[Any]) -> None:
 def forget_dtensors() -> None:
     """Empty what torch keeps of operations on DTensors, which holds meshes of worlds that were destroyed.
 
-    Their groups stay with them, with threads and sockets. What is asked for again is worked out anew.
+    Their groups stay with them, with threads and sockets. Later requests compute them again.
     """
     from torch.distributed.tensor import _redistribute, debug
 

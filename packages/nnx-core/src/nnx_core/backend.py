@@ -89,7 +89,7 @@ def first_call(module: nn.Module, sample: Sample) -> Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelContext:
-    """Where this process stands among the others, and what it computes in.
+    """The place of this process among the others, its device and its precision.
 
     Attributes:
         device: The device of this rank.
@@ -146,7 +146,7 @@ class Backend(ABC, Generic[OptionsT]):
         self.options = options
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what it is made of: groups, hooks and laid-out modules stay in this process."""
+        """Pickle the class and its options: groups, hooks and laid-out modules stay in this process."""
         return type(self), (self.options,)
 
     def setup(self, context: ParallelContext) -> None:
@@ -165,7 +165,7 @@ class Backend(ABC, Generic[OptionsT]):
     def share_before_setup(
         self, *, rank: int, world_size: int, local_world_size: int
     ) -> tuple[int, int] | None:
-        """What `data_parallel_rank_and_size` will be after `setup`, for loaders that are made before.
+        """Predict `data_parallel_rank_and_size` before `setup`, for loaders that are made earlier.
 
         By default None, for not known yet, where the engine has a `data_parallel_rank_and_size` of its own.
         """
@@ -228,7 +228,7 @@ class Backend(ABC, Generic[OptionsT]):
         return self.gather_at_end == "all" or (self.gather_at_end == "rank0" and self.context.rank == 0)
 
     def at_end(self, gather: Callable[[], Tensor], *, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """What this rank keeps of a tensor when the run is over. Collective.
+        """Return the tensor that this rank keeps at the end of the run. Collective.
 
         Args:
             gather: Yields the complete tensor, on any device. Collective; called where some rank keeps it.
@@ -251,7 +251,7 @@ class Backend(ABC, Generic[OptionsT]):
         return step(*args, **kwargs)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Within it backward accumulates gradients without communicating, where the engine can."""
+        """Return a context in which backward accumulates without communication, if the engine can."""
         return nullcontext()
 
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -340,7 +340,7 @@ class Backend(ABC, Generic[OptionsT]):
         return step(*args, **kwargs)
 
     def decisions(self, module: nn.Module) -> str:
-        """What the engine decided about a laid-out module and all ranks must have decided alike, as text.
+        """Return the engine's decisions about a laid-out module, which must be equal on all ranks, as text.
 
         `nnx_core.agree.watch` compares it over the ranks: a plan, or the names of the units.
         """
@@ -350,20 +350,20 @@ class Backend(ABC, Generic[OptionsT]):
         """A checksum of what user code wrote into each parameter since the last call, by name.
 
         `nnx_core.agree.watch` compares it over the ranks. An engine returns it where each rank keeps only its
-        own shard of what it wrote, or where a step replaces what a rank wrote by another rank's values. It
+        own shard of its writes, or where a step replaces a rank's writes by another rank's values. It
         computes it only while it `is_watched`; `nnx_core.agree.watch.Writes` does so.
         """
         return {}
 
     def summary(self, module: nn.Module) -> str:
-        """What the engine made of a laid-out module, in a clause such as ``4 units and the root``.
+        """Summarize a laid-out module in a clause such as ``4 units and the root``.
 
         It is part of the one line that a run begins with, on rank 0.
         """
         return ""
 
     def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
-        """Where a tensor of this rank lies in its logical tensor.
+        """Return the boxes of a tensor of this rank in its logical tensor.
 
         Engines that keep local shards as plain tensors override this.
 
@@ -412,7 +412,7 @@ class Backend(ABC, Generic[OptionsT]):
         )
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
-        """Restore one optimizer in place. It must not communicate: each rank fills what it holds.
+        """Restore one optimizer in place. It must not communicate: each rank fills its own tensors.
 
         Engines whose optimizer does not hold the module's own parameters override this.
 
@@ -427,7 +427,7 @@ class Backend(ABC, Generic[OptionsT]):
         fill_optimizer(self, module, optimizer, saved)
 
     def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Called after state was filled in place: refresh whatever is derived from it."""
+        """Refresh derived state, after state was filled in place."""
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Give every rank rank 0's buffers, as evaluation and checkpoints must not depend on the rank."""

@@ -43,7 +43,7 @@ class OptionError(NnxError, ValueError):
 
 
 class PlanError(NnxError):
-    """No plan fits what was asked for, or a stored plan does not fit the model or the world."""
+    """No plan fits the request, or a stored plan does not fit the model or the world."""
 
 
 class LaunchError(NnxError, RuntimeError):

@@ -26,7 +26,7 @@ class PlanFormat:
     Attributes:
         owner: The distribution whose plans these are: ``"nnx-nnscaler"``.
         version: The version that is written, and the only one that is read.
-        writer: What writes such a file, named in remedies: ``"`Plan.save`"``.
+        writer: The function that writes such a file, for remedies: ``"`Plan.save`"``.
     """
 
     owner: str
@@ -108,7 +108,7 @@ def cache_directory(*names: str) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """What a file holds; None if none can be read. Its form is the caller's to check."""
+    """Return the content of a file; None if it cannot be read. The caller checks its form."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -122,7 +122,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file, or leave what was there; its directory is made where it is missing."""
+    """Write a file atomically; create its directory if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
     try:

@@ -1,4 +1,4 @@
-"""Options that every strategy built on a backend takes, whatever the engine.
+"""Options of every strategy that is built on a backend, for all engines.
 
 Standard library only, so that `nnx show` can list them without importing torch. An engine's own
 options are a dataclass in the engine's package, of the same form: each field says in its metadata
@@ -145,7 +145,7 @@ def check_options(options: Any) -> None:
 
 
 def _check_layers(name: str, value: Any) -> None:
-    """Refuse what is neither a module class, nor a name that may be one's, nor several of these.
+    """Refuse anything but module classes and names of classes.
 
     Raises:
         OptionError: With the first that is not. `Layers` matches names with the model later.

@@ -1,6 +1,6 @@
 """The random state of one process, as plain data: Python's, numpy's and torch's generators.
 
-What is captured consists of dicts, numbers and bytes only, so that typed JSON holds it and torch's
+A captured state has dicts, numbers and bytes only, so that typed JSON holds it and torch's
 restricted unpickler loads it. This module also owns the policy for another world size. It knows neither
 files nor Lightning, and never touches a generator unless it is asked to.
 """
@@ -157,7 +157,7 @@ def resume(
         strict: Refuse another number of ranks.
 
     Returns:
-        What to tell the user; empty if the random state is exactly that of the saved run.
+        The note for the user; empty if the random state is exactly that of the saved run.
 
     Raises:
         CheckpointError: `strict`, and the number of ranks differs.
@@ -202,7 +202,7 @@ class RandomState:
         return {"rank": rank, "world_size": size, "rng": capture()}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore this rank's random state, or seed this rank anew from another's.
+        """Restore this rank's random state, or seed this rank from another's.
 
         Args:
             state: The result of `state_dict` on this rank; where there is none, on rank 0.

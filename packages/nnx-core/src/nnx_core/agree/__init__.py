@@ -1,1 +1,1 @@
-"""What ranks must have in common, and how it is compared."""
+"""Compare the state and the collectives of ranks."""

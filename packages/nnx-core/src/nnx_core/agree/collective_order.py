@@ -79,22 +79,22 @@ class _Place:
 class CollectiveOrder:
     """Lets an engine launch collectives in the middle of user code without ever pairing two different ones.
 
-    The ranks agree once on what follows what: in the first steps, and wherever a step takes a new turn,
-    they compare through the store of the process group what each of them is about to do. After that a rank
-    compares only with what was agreed, which costs one look into a dict and no communication. A rank that
-    comes to something else asks the others, and goes on only if they all come to the same thing. A rank that
-    waits in a collective meanwhile cannot answer; a thread beside it does. After `wait` seconds within a step
-    without any answer the rank that asked raises. That thread also tells a rank that is slow from one that is
-    gone, with its machine perhaps: then the ranks do not wait as long.
+    The ranks agree once on the order of collectives: in the first steps, and at each new turn of a step, they
+    compare their next collective through the store of the process group. After that a rank compares only
+    with the agreed order, which costs one look into a dict and no communication. A rank that comes to another
+    collective asks the others, and continues only if all come to the same one. A rank that waits in a
+    collective meanwhile cannot answer; a thread beside it does. Without an answer within `wait` seconds in a
+    step, the rank that asked raises. The thread also tells a slow rank from a dead one, for which the ranks do
+    not wait as long.
 
-    What all ranks know is the same on each of them at any time: it changes only by such an agreement.
+    The agreed order is the same on all ranks at any time: it changes only by such an agreement.
 
     Args:
         remedy: Ends the error's message: the way out; or a function that makes it of the message.
         wait: Seconds that ranks may be apart within a step that takes a new turn.
         ranks: Those whose collectives these are; all by default. The other ranks may do something else in
             the meantime, but an error on one rank is that of every rank of the world.
-        is_of_engine: False for that of a Trainer's loops, which knows nothing of what is within a step.
+        is_of_engine: False for the order of a Trainer's loops, which has no collectives within a step.
 
     Attributes:
         in_step: True if the ranks are between the beginning of a step and its last collective.
@@ -216,7 +216,7 @@ class CollectiveOrder:
         self._place = place.following[name]
 
     def end(self) -> None:
-        """The last collective of the step was launched. What comes before the next step may take long."""
+        """End a step: its last collective was launched. Code before the next step may take long."""
         if self._is_active and self.in_step:
             self.arrive("the end of the step")
             self.in_step = False

@@ -1,6 +1,6 @@
 """Post the error of one rank in the store, so that every rank raises it.
 
-A posted error is a line: its kind, the message, and a remedy that may follow. The kind says what is raised:
+A posted error is a line: its kind, the message, and a remedy that may follow. The kind selects the error:
 
 - ``differ``: the ranks do different things (`UnsupportedError`).
 - ``lost``: a rank gives no sign of life (`RankLostError`).

@@ -1,4 +1,4 @@
-"""Shares of the data: what it means that several ranks work on one batch together.
+"""Share the data between groups of ranks that compute one batch together.
 
 Where an engine splits a model over ranks, these read the same share of the data. This module owns what
 follows from it outside of the engine: which ranks they are, and the comparison of the batches that must be

@@ -1,4 +1,4 @@
-"""Notice that this rank waits in a collective while the others ask what it comes to, and answer for it.
+"""Notice that this rank waits in a collective while the others ask for its next one, and answer for it.
 
 A rank that waits cannot answer, and a rank that computes will. `StallWatch` tells them apart in a thread of
 its own. It reads the waits that engines announce (`nnx_core.agree.announced_waits`). Users call the functions

@@ -109,7 +109,7 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def digest(value: Any) -> int:
-    """The same for what is no tensor: options of an optimizer, counters, text."""
+    """Checksum a value other than a tensor: options of an optimizer, counters, text."""
     text = repr(value).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
@@ -144,7 +144,7 @@ class Writes:
         Args:
             parameter: The parameter, as the module has it between steps.
             whole: All of its elements, on this rank.
-            before: What `sum_of` returned; with 0 every rank has to add equally often.
+            before: The result of `sum_of`; with 0 every rank has to add equally often.
         """
         if before is not None and self.are_compared():
             self._sums[parameter] = self._sums.get(parameter, 0) + checksum(whole) - before
@@ -190,7 +190,7 @@ def _items(
 def _of_optimizer(
     backend: Backend[Any], module: nn.Module, optimizer: Optimizer, of: str
 ) -> Iterator[tuple[_Item, Any]]:
-    """The numbers of an optimizer: its options and its counters, not what is as large as a parameter."""
+    """Yield the numbers of an optimizer: its options and counters, not its tensors."""
     state = backend.optimizer_state(module, optimizer)
     for index, group in enumerate(state["param_groups"]):
         for option, value in group.items():

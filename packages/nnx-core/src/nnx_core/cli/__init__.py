@@ -1,4 +1,4 @@
-"""The commands of nnx-core: what is installed, what it can do, and what is wrong with it.
+"""The commands of nnx-core: list, describe and diagnose installed strategies.
 
 `nnx_checkpoint.cli.command` starts the command and says how it behaves; what verbs do is in other modules.
 """
@@ -67,7 +67,7 @@ def show_strategy(
     name: Annotated[str, typer.Argument(help="Name of a strategy.", autocompletion=complete_strategy)],
     as_json: _Json = False,
 ) -> None:
-    """Describe one strategy: when to use it, what it can do, its options."""
+    """Describe one strategy: its use, its options and its capabilities."""
     from nnx_core.cli.strategies import run_show
     from nnx_core.names.plugin_processes import looking_from_outside
 

@@ -43,7 +43,7 @@ class Finding:
     Attributes:
         level: ``problem``, or ``remark`` for what may be intended.
         subject: The subject that it is about.
-        detail: Says what was found.
+        detail: The finding.
         remedy: Says what to do about it.
     """
 
@@ -54,7 +54,7 @@ class Finding:
 
 
 class Diagnosis(TypedDict):
-    """What ``nnx doctor --json`` prints.
+    """The output of ``nnx doctor --json``.
 
     Attributes:
         versions: The versions by package; empty where it is not installed.

@@ -1,7 +1,7 @@
 """``nnx new``: a plugin project that installs, passes its tests and keeps every promise at once.
 
 Asks and checks; `nnx_core.template` is what copier renders from the answers. Everything is checked before
-anything is written, and what cannot be finished is removed. What the words mean to plugins is in
+anything is written, and an unfinished project is removed. The meaning of the words is in
 ``docs/writing-a-backend.md``.
 """
 
@@ -52,7 +52,7 @@ def check_distribution(name: str) -> None:
     """Refuse a name under which a distribution could not be published or imported.
 
     Raises:
-        OptionError: With what is wrong, and a name to use instead where there is one.
+        OptionError: The name is invalid; the error suggests one if it can.
     """
     _check_length("the distribution", name)
     if not _DISTRIBUTION.fullmatch(name):
@@ -118,7 +118,7 @@ def _check_length(what: str, name: str) -> None:
 
 
 def _owner(name: str, distribution: str) -> str:
-    """Who has the strategy name, other than the distribution itself; empty where nobody has."""
+    """Return the owner of the strategy name, other than the distribution itself; empty if there is none."""
     if name in LIGHTNING_NAMES:
         return "it is one of Lightning's own"
     if name in historical():
@@ -147,11 +147,11 @@ _WRITTEN_BY_USERS = ("/src", "/tests", "/catalog", "/README.md")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What the command line says; None is asked for.
+    """The options of the command line; None is asked for.
 
     Attributes:
         distribution: The distribution that users install.
-        strategy: What they write in ``strategy="..."``.
+        strategy: The string for ``strategy="..."``.
         kind: One of `KINDS`.
         description: One line that says what the strategy is.
         author: The author's name; may be empty.
@@ -194,7 +194,7 @@ class NewProject(TypedDict):
 
 
 class Update(TypedDict):
-    """What ``nnx new --update --json`` prints.
+    """The output of ``nnx new --update --json``.
 
     Attributes:
         changed: The files that the update changed.
@@ -260,7 +260,7 @@ def update(path: Path, *, as_json: bool) -> int:
 
 
 def _kept_answers(path: Path) -> dict[str, str]:
-    """What `nnx new` was answered when it rendered the project."""
+    """Return the answers with which `nnx new` rendered the project."""
     import yaml  # type: ignore[import-untyped]  # copier needs it too
 
     try:
@@ -370,7 +370,7 @@ def _answer(
 
 
 def _git_user() -> str:
-    """Who git says is working here, where that makes a valid answer."""
+    """Return git's user name, if it is a valid answer."""
     name = (_git(Path.cwd(), "config", "user.name") or "").strip()
     try:
         check_line("author", name, may_be_empty=True)
@@ -380,7 +380,7 @@ def _git_user() -> str:
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
-    """What git prints; None where it fails or is not there."""
+    """Return git's output; None if it fails or is missing."""
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=directory, capture_output=True, text=True, timeout=30, check=True

@@ -1,6 +1,6 @@
 """``nnx schema COMMAND``: the JSON Schema of what a command prints with ``--json``.
 
-A schema is derived from the classes of what is printed: dataclasses, and TypedDicts beside the code that
+A schema is derived from the classes of the output: dataclasses, and TypedDicts beside the code that
 prints them. It allows no key that they do not name, and takes its descriptions from their docstrings.
 """
 
@@ -147,7 +147,7 @@ def _may_be_absent(hint: Any) -> bool:
 
 
 def _meanings(kind: type[Any]) -> dict[str, str]:
-    """What the docstrings of a class and of its bases say of the attributes, or the fields' ``help``."""
+    """Return the docs of attributes from a class, its bases, or the fields' ``help``."""
     found: dict[str, str] = {}
     for base in getattr(kind, "__orig_bases__", ()):
         found |= _meanings(base)

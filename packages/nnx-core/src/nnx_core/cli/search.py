@@ -1,6 +1,6 @@
 """``nnx search WORD...``: which strategy fits, among the installed, the known and those of the past.
 
-What is known of a strategy is its name, its package, what it can do, what it is and when to use it. An
+The search reads a strategy's name, package, capabilities, description and use. An
 answer needs not have every word: each counts as much as it is rare, in names more than in texts, and by
 other words for the same thing (`SYNONYMS`). Pages of the documentation are found by what they are about.
 """
@@ -128,7 +128,7 @@ class Hit:
 
     @property
     def description(self) -> str:
-        """What it is; of a name of the past, what it was."""
+        """Its description; for a removed name, its former meaning."""
         was = self.entry.get("was", "")
         return f"it was {was}" if was else str(self.entry["description"])
 
@@ -159,7 +159,7 @@ class SearchResult(TypedDict):
 
 
 class Found(TypedDict):
-    """What ``nnx search --json`` prints.
+    """The output of ``nnx search --json``.
 
     Attributes:
         words: The words that were searched for, without those that say nothing.
@@ -173,7 +173,7 @@ class Found(TypedDict):
 
 
 def run_search(words: Sequence[str], *, as_json: bool) -> int:
-    """Print what was found; 1 if nothing was."""
+    """Print the results; return 1 if there are none."""
     asked = _words(" ".join(words), parts=False)
     lightnings = [
         _outside(name, "Lightning itself", "a strategy of Lightning's own") for name in LIGHTNING_NAMES
@@ -252,7 +252,7 @@ def _places(entry: dict[str, Any]) -> Iterator[tuple[int, set[str]]]:
 
 
 def _abilities(entry: dict[str, Any]) -> list[str]:
-    """What sets it apart from strategies in general, and the devices it runs on."""
+    """Return its special capabilities, and the devices it runs on."""
     declared = entry.get("capabilities", [])
     if not isinstance(declared, dict):
         return [*declared, *entry.get("accelerators", [])]

@@ -48,7 +48,7 @@ NotUsable = Literal["not installed", "disabled", "broken", "missing"]
 
 
 class Registered(TypedDict):
-    """What is declared of a strategy that can be used now.
+    """The declarations of a strategy that can be used now.
 
     Attributes:
         provided_by: The distribution with its version, or this process.
@@ -192,7 +192,7 @@ def _status(entry: CatalogEntry) -> NotUsable:
 
 
 class Listing(TypedDict):
-    """What ``nnx list --json`` prints."""
+    """The output of ``nnx list --json``."""
 
     strategies: list[Usable | Catalogued | Past]
     problems: list[Problem]
@@ -218,7 +218,7 @@ def run_list(*, everything: bool, as_json: bool) -> int:
 
 
 def _by_package(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each package together, under a title that says what is wrong with it if anything is."""
+    """Group the rows by package, under a title that names a fault of the package."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(_title(row), []).append(row)
@@ -282,7 +282,7 @@ class ShownPast(Past):
 
 
 class OfLightning(TypedDict):
-    """A strategy of Lightning's own."""
+    """One of Lightning's own strategies."""
 
     name: str
     status: Literal["installed"]

@@ -35,7 +35,7 @@ _OURS = (
 
 
 class Work(ABC):
-    """What each process of a run does. It travels to the processes pickled, by value where need be."""
+    """The work of each process of a run. It is sent to the processes pickled, by value if necessary."""
 
     @abstractmethod
     def __call__(self, told: Callable[[str, str], None], resume_from: str | None = None) -> Any:
@@ -47,12 +47,12 @@ class Work(ABC):
             resume_from: The checkpoint that is resumed in place of what the user asked for.
 
         Returns:
-            What rank 0 brings back; None on the others.
+            The results of rank zero; None on the others.
         """
 
     @abstractmethod
     def parts(self) -> Iterable[tuple[str, Any]]:
-        """What travels, piece by piece with a name for each, to say which piece cannot be pickled."""
+        """Return the pieces to send, with names for errors about pieces that cannot be pickled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ class Launcher(ABC):
         raise LaunchError(f"{type(self).__name__} starts no scripts.", remedy="Run the script with python.")
 
     def describe(self, command: Sequence[str], *, nodes: int, devices: int) -> str:
-        """What `run_script` would do, in a line."""
+        """Return the command of `run_script`, in a line."""
         return f"{' '.join(command)}   # {nodes} x {devices} processes"
 
 

@@ -1,4 +1,4 @@
-"""What connects nnx with Lightning: Trainer and Fabric adapters over the backend contract.
+"""Connect nnx with Lightning: Trainer and Fabric adapters over the backend contract.
 
 Lightning exists twice, as ``lightning`` and as ``pytorch_lightning`` / ``lightning_fabric``: two module
 trees whose classes are unrelated. The adapters here are mixins that import neither;

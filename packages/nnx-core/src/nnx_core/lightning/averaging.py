@@ -78,7 +78,7 @@ class Averages:
         """Lay each callback's copy out like the module, and restore what was to be loaded before. Collective.
 
         Args:
-            trainer: Whose callbacks they are.
+            trainer: The Trainer with the callbacks.
             module: The module, laid out and with the weights of the checkpoint.
 
         Raises:
@@ -204,7 +204,7 @@ class _Average:
             )
 
     def _lay_out(self) -> None:
-        """Replace every tensor of the copy; what is tied in the module is tied in the copy."""
+        """Replace every tensor of the copy; tied tensors of the module are tied in the copy."""
         self._like: dict[Tensor, Tensor] = {}
         made: dict[Tensor, Tensor] = {}
         for (_, held, name), (_, current_held, _) in zip(
@@ -354,7 +354,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def _own_state_dict(module: nn.Module) -> dict[str, Any]:
-    """What a module holds, as it holds it: loading it into the module changes nothing."""
+    """Return a module's own state dict: loading it into the module changes nothing."""
     with as_stored(*module.parameters()):
         return dict(module.state_dict())
 
@@ -379,7 +379,7 @@ def _complete(tensor: Tensor, shard: Shard) -> Tensor:
 
 @contextmanager
 def _answering(owner: Any, method: str, answer: Any) -> Iterator[None]:
-    """Within it, a method gives the same answer whatever it is called with."""
+    """Make a method return a fixed answer, in a context."""
     route = _Route(owner, method, lambda own, *args, **kwargs: answer)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a run says when it begins: who trains, on what, the layout of the model, the global batch."""
+"""Log the first lines of a run: ranks, devices, the layout of the model, the global batch."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def make_launcher(root: str, strategy: Any, *, start_method: str, num_processes:
 
 
 def set_cluster_environment(root: str, strategy: Any, name: str, trainer: Any = None) -> None:
-    """Give a strategy, and the Trainer that has it, one of Lightning's own cluster environments.
+    """Set one of Lightning's cluster environments on a strategy and its Trainer.
 
     Upstream: ``trainer._accelerator_connector.cluster_environment``.
     """
@@ -166,7 +166,7 @@ def averaging_callbacks(trainer: Any) -> list[Any]:
 
 
 def average_of(callback: Any) -> nn.Module | None:
-    """What an averaging callback averages into; None before there is one."""
+    """Return the average of an averaging callback; None before there is one."""
     average = callback._average_model
     return average if isinstance(average, nn.Module) else None
 

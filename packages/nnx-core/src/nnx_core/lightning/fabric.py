@@ -180,7 +180,7 @@ class FabricAdapter(ParallelProcesses):
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Compute gradients; the engine gets the user's module, or all of them where Fabric names none.
 
-        What follows is the user's own loop, which may look at them.
+        The user's own loop follows, which may look at them.
         """
         if module is None:
             module = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
@@ -295,7 +295,7 @@ def save_fabric_checkpoint(
 
 
 def objects_to_save(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """What is saved of objects that are neither modules nor optimizers.
+    """Return the saved state of objects other than modules and optimizers.
 
     Returns:
         Their states, or the objects themselves where they have none; and this rank's random state, which each
@@ -325,7 +325,7 @@ def _prefixed(strategy: Any, modules: Mapping[str, nn.Module], optimizer: Optimi
 def load_fabric_checkpoint(
     strategy: Any, path: Any, state: Any, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
-    """Restore `state` in place and return what is left. Collective."""
+    """Restore `state` in place and return the remaining entries. Collective."""
     source = StoredContent(strategy, path, weights_only)
     if isinstance(state, nn.Module):
         restore_model(strategy.backend, unwrap_engine(state), source.model(None), strict=strict)
@@ -422,9 +422,9 @@ class StoredContent:
         """The state dict for a key; for None, the only one there is.
 
         Args:
-            key: The user's.
-            module: What it is for. Trainer's names begin with the attribute that holds a module, which is the
-                key if that makes them this module's names.
+            key: The user's key.
+            module: The module to load. Trainer's names begin with the attribute that holds a module; it is the
+                key if the names are this module's then.
         """
         if self.stored is not None:
             prefix = self.prefix(key)
@@ -435,7 +435,7 @@ class StoredContent:
         return found
 
     def prefix(self, key: str | None) -> str:
-        """What the names of the module under a key begin with: Lite says so, Fabric by their number."""
+        """Return the prefix of a module's names: Lite stores it, Fabric numbers modules."""
         prefixes: Mapping[Any, str] = self.keys.get("prefixes", {})
         several = len(self.keys["modules"]) > 1
         return prefixes.get(key, f"{key}." if several else "")

@@ -91,7 +91,7 @@ def use_launcher(
 
 
 class LightningLauncher:
-    """What Lightning calls to start processes; in the processes themselves there is none.
+    """Starts processes for Lightning; the processes themselves have none.
 
     Args:
         strategy: The strategy that it belongs to.
@@ -155,7 +155,7 @@ class LightningLauncher:
 
 @dataclass
 class Outcome:
-    """What rank 0 brings back.
+    """The results of rank zero.
 
     Attributes:
         result: The value that the function returned.
@@ -175,7 +175,7 @@ class Outcome:
 
 
 class LightningRun(Work):
-    """Calls a function of Lightning's in a process, as rank whatever the variables say.
+    """Calls one of Lightning's functions in a process, with the rank of the environment variables.
 
     Args:
         root: The root of Lightning's tree.
@@ -283,7 +283,7 @@ def _take_over(outcome: Outcome, trainer: Any) -> None:
 
 
 def _leave(module: nn.Module) -> None:
-    """What the module has is not what was trained: let nobody take it for that."""
+    """Mark the module's weights as untrained, because the trained ones are in other processes."""
     leave_on_meta(module)
     vars(module)["_nnx_left"] = True  # of a module that `configure_model` builds there is nothing here
 

@@ -95,7 +95,7 @@ def load_from_checkpoint(
 
 
 def _lightning_dict(stored: Checkpoint, kind: Kind) -> dict[str, Any]:
-    """What Lightning's hooks expect, its ``state_dict`` still on disk."""
+    """Return the dict that Lightning's hooks expect, with its ``state_dict`` still on disk."""
     content = {**stored_objects(stored, "trainer"), "state_dict": LazyStateDict(stored)}
     return migrate_checkpoint(kind.root, content) if kind.root else content
 

@@ -42,7 +42,7 @@ _PLAIN = (str, int, float, bool, complex, bytes, type(None), list, dict, tuple, 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a class is to Lightning.
+    """The kind of a class for Lightning.
 
     Attributes:
         root: Root of the copy of Lightning it belongs to; empty for a plain ``nn.Module``.
@@ -226,7 +226,7 @@ def _converted_to_one_of(value: Any, annotations: Collection[Any]) -> Any:
 
 
 def _item_type(inner: tuple[Any, ...], index: int) -> Any:
-    """What a container declares of one item: ``list[X]``, ``tuple[X, ...]`` and ``tuple[X, Y]``."""
+    """Return a container's declared item type: of ``list[X]``, ``tuple[X, ...]`` and ``tuple[X, Y]``."""
     if not inner:
         return Any
     return inner[index] if Ellipsis not in inner and index < len(inner) else inner[0]
@@ -279,7 +279,7 @@ def _names(value: Any) -> set[str]:
 
 
 def _hints(cls: Any) -> dict[str, Any]:
-    """What the class declares of its arguments; nothing where a declaration cannot be evaluated."""
+    """Return the declared types of the class's arguments; none if a declaration cannot be evaluated."""
     try:
         return get_type_hints(cls.__init__)
     except Exception:  # whatever the names in an annotation raise

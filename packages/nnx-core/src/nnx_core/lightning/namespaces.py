@@ -118,7 +118,7 @@ class StrategyOfTrainer:
             backend: The class of the backend.
             name: The name of the strategy.
             given: Options of the backend, and those that all strategies of nnx have.
-            **lightning: What Lightning's own strategies take.
+            **lightning: Arguments of Lightning's own strategies.
         """
         common, own = split_options(given, owner=name, schemas=(CommonOptions, backend.Options))
         cast("Any", super()).__init__(

@@ -46,7 +46,7 @@ class EvenPrediction:
         self._missing = most(self._own) - self._own
 
     def after_step(self, repeat: Callable[[], object], *args: Any) -> None:
-        """Count a step; after this rank's last one, add what is missing.
+        """Count a step; after this rank's last one, run the missing ones.
 
         Args:
             repeat: Runs the same step again.

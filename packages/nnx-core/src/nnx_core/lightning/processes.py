@@ -1,4 +1,4 @@
-"""What both adapters need to be one process among several: ranks, launch, groups, collectives."""
+"""Share the process code of both adapters: ranks, launch, groups, collectives."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class StrategyFactory:
 
 
 def fill(module_name: str) -> None:
-    """Fill the registry of one module of Lightning's, which has just been imported."""
+    """Fill the registry of one of Lightning's modules, after its import."""
     space = NAMESPACES[module_name.removesuffix(".strategies")]
     registry = _registry_of(space)
     if registry is not None:
@@ -91,7 +91,7 @@ def synchronize() -> None:
 
 
 def foreign_owner(name: str) -> str:
-    """Who has put a name into a registry of Lightning's without nnx; empty when nobody has."""
+    """Return the owner of a name that was registered in Lightning without nnx; empty if there is none."""
     for space, registry in _registries():
         if name in registry and not _is_ours(registry[name]):
             return f"the registry of {space.name}"
@@ -148,7 +148,7 @@ def _registry_of(space: Namespace) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LightningArguments:
-    """What Lightning's own strategy constructors take, by Trainer's names."""
+    """Return the arguments of Lightning's strategy constructors, by Trainer's names."""
 
     accelerator: Any = None
     parallel_devices: Any = None

@@ -44,7 +44,7 @@ _STEPS = {
 
 
 def example_inputs(module: nn.Module) -> Inputs:
-    """What a module says of itself: ``dummy_forward_args`` or ``example_input_array``.
+    """Return the example inputs that a module declares: ``dummy_forward_args`` or ``example_input_array``.
 
     Returns:
         Positional and keyword arguments.
@@ -62,7 +62,7 @@ def example_inputs(module: nn.Module) -> Inputs:
 
 
 class TrainerSample:
-    """What the module says of itself, or the first batch of the running stage's loader.
+    """The example inputs that the module declares, or the first batch of the running stage's loader.
 
     Called, it yields inputs of the module's forward: those it declares, what its
     ``dummy_forward_args_fn(batch)`` makes of the batch (keyword arguments), or else the batch itself.
@@ -110,7 +110,7 @@ class TrainerSample:
 
     @contextmanager
     def _looking_ahead(self) -> Iterator[PythonState]:
-        """Around user code that runs once more: what it draws, counts and collects is put back."""
+        """Run user code ahead, and undo its side effects: random numbers, counters, collections."""
         source = running_stage_source(self._trainer).instance
         roots = self._module, source, getattr(self._trainer, "datamodule", None)
         state = PythonState(*roots, looks_into=_has_values_or_data)

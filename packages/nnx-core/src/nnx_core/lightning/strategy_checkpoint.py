@@ -68,7 +68,7 @@ def save_lightning_checkpoint(
     rank 0, so that a plain ``.ckpt`` file can be had from every strategy.
 
     Args:
-        strategy: Whose checkpoint it is.
+        strategy: The strategy of the checkpoint.
         checkpoint: Lightning's dict.
         path: The path to write to.
         storage_options: Options for an IO that is not ours.
@@ -175,7 +175,7 @@ def _gather_tree(value: Any, seen: dict[int, Tensor | None]) -> Any:
 
     Args:
         value: The tree.
-        seen: The replacements of shards, so that tied names go on sharing one tensor.
+        seen: The replacements of shards, so that tied names share one tensor.
     """
     if isinstance(value, Shard):
         if id(value) not in seen:

@@ -93,8 +93,8 @@ def looks_before_step(root: str, module: Any) -> bool:
     """Return True if gradients are looked at once they are complete, until they are dropped.
 
     Args:
-        root: The same as in `looks_after_backward`.
-        module: The same as there.
+        root: As in `looks_after_backward`.
+        module: As there.
     """
     hooks = (
         "on_before_optimizer_step",
@@ -128,11 +128,11 @@ def _is_overridden(instance: Any, hook: str, base: type) -> bool:
 
 
 def synchronize_layers(layer_sync: Any, module: nn.Module) -> dict[str, nn.Module]:
-    """Apply a ``LayerSync`` plugin of Lightning's in place.
+    """Apply one of Lightning's ``LayerSync`` plugins in place.
 
     Args:
         layer_sync: The plugin.
-        module: Whose layers are replaced; itself it stays.
+        module: The module with the layers to replace; the module itself stays.
 
     Returns:
         By name, the layers that were replaced.
@@ -167,7 +167,7 @@ _TIME_TO_FAIL_TOGETHER = 5.0
 
 
 class _Phase(Enum):
-    """What a strategy has done for the module that is connected to it."""
+    """The state of a strategy for the module that is connected to it."""
 
     APART = "no run goes on in this process, and the module is as the user built it"
     JOINED = "the run has begun: hooks set the module up, and a checkpoint is restored, before it is laid out"
@@ -401,7 +401,7 @@ class TrainerAdapter(ParallelProcesses):
         return False
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Make a training loader go on where the run being resumed was interrupted."""
+        """Make a training loader resume at the position of the checkpoint."""
         seeded = super().process_dataloader(dataloader)
         return self._exact_resume.process(self.lightning_module.trainer, seeded)
 
@@ -530,7 +530,7 @@ class TrainerAdapter(ParallelProcesses):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within it backward only accumulates; Trainer enters it on all but the last micro batch."""
+        """Return a context in which backward only accumulates: all micro batches but the last."""
         module = self.lightning_module
         if publishes_gradients(self.backend) and looks_after_backward(self.root, module):
             yield  # what is shown after each backward is reduced
@@ -670,7 +670,7 @@ class TrainerAdapter(ParallelProcesses):
         restore_model(self.backend, self.lightning_module, weights, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Read this rank's part of every optimizer's state in place; the data goes on from there too."""
+        """Read this rank's shards of every optimizer's state in place; the data resumes there too."""
         self._exact_resume.activate()
         restore_optimizers(
             self.backend, self.lightning_module, self.optimizers, checkpoint["optimizer_states"]

@@ -1,10 +1,10 @@
 """Measuring the machine: computation, copies, updates, and collectives on the actual group.
 
-What is measured is what training calls: operators through autograd, collectives through a `Communicator`,
+Measurements call the same code as training: operators through autograd, collectives through a `Communicator`,
 copies from pinned memory. `nnx_core.machine.hardware` says what each figure means, and by which clock. Small
 things are called in turns with computation, as programs call them: a collective that finds caches and threads
 cold takes several times what it takes in a loop of its own. Results are kept on disk, one file for a machine,
-and all ranks use rank 0's. A file that is broken is measured anew.
+and all ranks use rank zero's. A broken file is measured again.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def calibrated(
         communicator: The unit's collectives.
         device: The device that the ranks compute on.
         group: All ranks, for control messages; None where there is only one.
-        room: The most bytes of the device that a measurement may take; by default a quarter of what is free.
-        fresh: Measure anew, whatever is kept on disk.
+        room: The most bytes of the device that a measurement may take; by default a quarter of the free ones.
+        fresh: Measure again, even if a result is on disk.
     """
     hosts = sorted(set(all_gather_object(platform.node(), group)))
     key = _key(communicator, device, hosts, group)
@@ -136,7 +136,7 @@ def _some_work(device: torch.device) -> Callable[[], object]:
 
 
 def free_room(device: torch.device) -> int:
-    """Bytes that a measurement may take of a device by default: a quarter of what is free."""
+    """Return the bytes that a measurement may take of a device by default: a quarter of the free memory."""
     if device.type != "cuda":
         return 2**30
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -148,7 +148,7 @@ def link_sizes(kind: str, room: int) -> tuple[int, ...]:
 
     Args:
         kind: The type of the device.
-        room: See `calibrated`; a collective and what it makes take four times its bytes.
+        room: See `calibrated`; a collective and its results take four times its bytes.
 
     Example:
         >>> len(link_sizes("cpu", 2**40)), len(link_sizes("cuda", 2**40)), link_sizes("cuda", 2**20)
@@ -221,7 +221,7 @@ def measure_link(communicator: Communicator, device: torch.device, clock: Clock,
 def _points(
     communicator: Communicator, device: torch.device, clock: Clock, kind: Collective, room: int
 ) -> tuple[tuple[float, float], ...]:
-    """Bytes and seconds; what is larger than a slow link carries in time follows from the slope."""
+    """Bytes and seconds; sizes that a slow link cannot carry in time follow from the slope."""
     points: list[tuple[float, float]] = []
     for whole in link_sizes(device.type, room):
         seconds = _collective_seconds(communicator, device, clock, kind, whole)
@@ -309,7 +309,7 @@ def _overhead(device: torch.device, clock: Clock) -> float:
 
 
 def _updates(device: torch.device, clock: Clock, room: int) -> dict[str, float]:
-    """What AdamW takes for a parameter, and for each element of it, by default and fused."""
+    """Measure AdamW's seconds per parameter and per element, by default and fused."""
     host, large = torch.device("cpu"), 1024**2
     small = _seconds_amid(_adamw(device, 32, 8), _some_work(device), clock) / 32
     whole = _seconds(_adamw(device, 1, large), clock, times=2, rounds=6)
@@ -381,7 +381,7 @@ def _path(key: dict[str, Any]) -> Path:
 
 
 def _load(key: dict[str, Any]) -> dict[str, Any] | None:
-    """What was measured before; None if nothing was kept that can be read."""
+    """Return an earlier measurement; None if none can be read."""
     kept = read_json(_path(key))
     try:
         hardware: dict[str, Any] = kept["hardware"]

@@ -1,4 +1,4 @@
-"""What is known of machines: rates of computation, copies and updates, and links between the ranks.
+"""Describe machines: rates of computation, copies and updates, and links between the ranks.
 
 This file owns the figures, how they become seconds, and those that makers publish;
 `nnx_core.machine.calibration` measures them. Engines and planners read the same figures, so each has one

@@ -22,7 +22,7 @@ class CatalogEntry:
         name: The strategy.
         distribution: The distribution to install to get it.
         tier: ``official``, ``community`` or ``example``.
-        summary: One sentence that says what it is.
+        summary: One sentence of description.
         use_when: When to choose it.
         install: The command that installs it.
         api: The version of the plugin API that it was written for.
@@ -53,7 +53,7 @@ class HistoricalName:
 
     Attributes:
         name: The name that old scripts write.
-        was: Says what it stood for.
+        was: Its former meaning.
         successor: The name to use today.
         how: A sentence on what to change besides the name.
         until: The last minor version of Lightning that had it, where that is known.

@@ -66,7 +66,7 @@ class _State:
 
 
 def inventory() -> Inventory:
-    """What is installed; discovered at the first call, then remembered.
+    """Return the installed plugins; discovered at the first call, then cached.
 
     Raises:
         PluginError: ``NNX_STRICT_PLUGINS=1`` is set and a plugin has a problem.
@@ -104,7 +104,7 @@ def launchers() -> dict[str, LauncherSpec]:
 
 
 def _declared(hook: str, wanted: type[Declared]) -> dict[str, Declared]:
-    """What the plugins return from a hook, by name; the first distribution by name keeps a name."""
+    """Return the plugins' answers to a hook, by name; the first distribution by name keeps a name."""
     found = inventory()
     specs: dict[str, Declared] = {}
     for plugin in [plugin for plugin in found.plugins if plugin.status == "ok"]:
@@ -159,7 +159,7 @@ def _visit_all(result: Inventory, found: Iterable[EntryPoint]) -> None:
 def _answers(
     manager: pluggy.PluginManager, visited: Sequence[Visited]
 ) -> Iterator[list[StrategySpec] | RefusedError]:
-    """What each plugin provides, or why it is refused."""
+    """Return each plugin's strategies, or the reason for its refusal."""
     if _State.ask is not None:
         yield from _State.ask(visited)
         return

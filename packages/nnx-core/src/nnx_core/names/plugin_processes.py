@@ -54,10 +54,10 @@ def looking_from_outside() -> Iterator[None]:
 
 
 def look(visited: Sequence[Visited]) -> list[list[StrategySpec] | RefusedError]:
-    """What each plugin provides, or why it is refused; in the order given.
+    """Return each plugin's strategies, or the reason for its refusal, in the order given.
 
     Args:
-        visited: Entry points, and what is known of each before it is imported.
+        visited: Entry points, and the facts about each before it is imported.
     """
     kept = [_recall(entry, plugin) for entry, plugin in visited]
     missing = [pair for pair, specs in zip(visited, kept, strict=True) if specs is None]
@@ -130,7 +130,7 @@ def _read_answer(process: subprocess.Popen[bytes]) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and whatever it has started."""
+    """End the process and its children."""
     with process:
         if hasattr(os, "killpg"):
             try:
@@ -147,7 +147,7 @@ def _refused(plugin: Plugin, detail: str) -> RefusedError:
 
 
 def answer(name: str, value: str, distribution: str, version: str) -> None:
-    """Look at one plugin in this process, write what was found as JSON, and end the process.
+    """Look at one plugin in this process, write the findings as JSON, and end the process.
 
     Args:
         name: The name of the entry point.
@@ -205,7 +205,7 @@ def _place(entry: EntryPoint, plugin: Plugin) -> Path:
 
 
 def _key(entry: EntryPoint, plugin: Plugin) -> list[Any] | None:
-    """What decides, apart from the plugin's own files, what it answers; None where that cannot be told.
+    """Return a key of everything outside of the plugin's files that its answer depends on; None if unknown.
 
     The directory that it is installed in changes with every `pip install` and `pip uninstall`.
     """

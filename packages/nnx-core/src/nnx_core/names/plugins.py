@@ -8,7 +8,7 @@
 
 A distribution declares such a module as an entry point of the group ``nnx``. Each plugin is loaded,
 registered and called under a guard of its own, so that a broken one becomes a `Problem` and changes nothing
-for the others. What was found is kept for the life of the process. This module never imports an engine, and
+for the others. Results are kept for the life of the process. This module never imports an engine, and
 never talks to Lightning (see `nnx_core.lightning.registration`).
 """
 
@@ -177,7 +177,7 @@ def load(manager: pluggy.PluginManager, entry: EntryPoint, plugin: Plugin) -> li
     """Import and call one plugin; afterwards it is registered whole or not at all.
 
     Raises:
-        RefusedError: Whatever the plugin did wrong.
+        RefusedError: The plugin's fault.
     """
     key = _key(plugin)
     try:
@@ -194,7 +194,7 @@ def load(manager: pluggy.PluginManager, entry: EntryPoint, plugin: Plugin) -> li
 
 @contextlib.contextmanager
 def _turn() -> Iterator[None]:
-    """While a plugin's code runs: no engine, and what it prints does not end up in a command's answer."""
+    """Run a plugin's code without engines, and keep its output out of a command's answer."""
     with _Barrier(), contextlib.redirect_stdout(sys.stderr):
         yield
 
@@ -269,7 +269,7 @@ def _check_spec(spec: StrategySpec | CheckpointFormatSpec | LauncherSpec) -> Non
 
 
 def _guarded(kind: ProblemKind, plugin: Plugin, action: Callable[[], Any]) -> Any:
-    """Run the plugin's code; whatever it raises, an exit of the process included, is its problem."""
+    """Run the plugin's code; every error of it, also an exit of the process, becomes a problem."""
     try:
         return action()
     except KeyboardInterrupt:
@@ -282,7 +282,7 @@ def _guarded(kind: ProblemKind, plugin: Plugin, action: Callable[[], Any]) -> An
 
 
 def _text(error: BaseException) -> str:
-    """What an error says, if it can say anything."""
+    """Return the text of an error, if it has one."""
     try:
         return _cut(str(error), _LONGEST_TEXT)
     except BaseException:  # of the plugin's own `__str__`

@@ -1,6 +1,6 @@
 """Every strategy by name: those of installed plugins, those registered in this process, and the catalog.
 
-`StrategyRegistry` is the one object of its kind. What it knows appears at once in all of Lightning's
+`StrategyRegistry` is the one object of its kind. Its names appear at once in all of Lightning's
 registries that are imported, and in the others when they are: `nnx_core.lightning.registration` connects
 itself. Nothing here imports torch, Lightning or an engine, and nothing is built here (see `nnx.strategy`).
 """
@@ -102,7 +102,7 @@ def _explain_unknown(name: str, usable: Sequence[str]) -> NnxError:
 
 
 def _nearest(name: str, usable: Sequence[str]) -> list[str]:
-    """Names that look alike, the best first; what cannot be used at once has to be more alike."""
+    """Return similar names, the best first; a name that cannot be used at once has to be more similar."""
     from difflib import SequenceMatcher, get_close_matches
 
     def worth(found: str) -> float:
@@ -149,12 +149,12 @@ class Registry:
         capabilities: Capabilities | None = None,
         **init_params: Any,
     ) -> None:
-        """Add a strategy to this process, and to all of Lightning's registries.
+        """Add a strategy to this process, and to all registries of Lightning.
 
         Args:
             name: Lower case letters, digits and underscores, beginning with a letter.
             target: A `Backend` class, a class of Lightning's `Strategy`, or ``"pkg.module:Class"``.
-            description: One line that says what it is.
+            description: One line of description.
             override: Take the name even from a plugin or from Lightning itself.
             checkpoint_io: A CheckpointIO of Lightning's, or a callable without arguments that makes
                 one for each strategy; by default the strategy has its own.
@@ -205,7 +205,7 @@ class Registry:
         return _HERE if name in self._local else inventory().owners[name]
 
     def describe(self, name: str) -> str:
-        """What a strategy is and when to use it, in a few lines.
+        """Describe a strategy and its use in a few lines.
 
         Raises:
             StrategyNotFoundError: Raised as by `get`.
@@ -220,7 +220,7 @@ class Registry:
         return "\n".join(line for line in lines if line)
 
     def remove(self, name: str) -> None:
-        """Forget a strategy in this process; what it displaced in Lightning's registries comes back.
+        """Remove a strategy from this process, and restore the displaced entries of Lightning's registries.
 
         Raises:
             StrategyNotFoundError: Raised as by `get`.
@@ -242,14 +242,14 @@ class Registry:
         return explain(name, usable=(*self.names(), *also_known))
 
     def synchronize(self) -> None:
-        """Bring what shows these names elsewhere up to date, such as the registries of Lightning's."""
+        """Update other lists of these names, such as Lightning's registries."""
         for synchronize in self._on_change:
             synchronize()
 
     def refresh(self) -> None:
         """Look for plugins again, for example after `pip install` in a running notebook.
 
-        Modules that are already imported are not imported anew.
+        Modules that are already imported are not imported again.
         """
         refresh()
         self.synchronize()

@@ -1,4 +1,4 @@
-"""What a plugin declares: a strategy's name, where its class lives and what it can do.
+"""Declarations of plugins: a strategy's name, the import path of its class, and its capabilities.
 
 Specs are data. This module needs the standard library only, so that listing strategies never
 imports torch, Lightning or an engine. It never loads a plugin (see `nnx_core.names.plugins`) and never builds
@@ -55,7 +55,7 @@ def _capability(default: bool | tuple[str, ...], meaning: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a strategy promises to do; the conformance suite checks what is declared here.
+    """The capabilities of a strategy, which the conformance suite tests.
 
     Each field carries its meaning as ``metadata["help"]``, which `nnx show` prints.
 
@@ -130,7 +130,7 @@ class StrategySpec:
     """One strategy as a plugin declares it.
 
     Attributes:
-        name: What users write in ``strategy="..."``: lower case letters, digits and underscores.
+        name: The string for ``strategy="..."``: lower case letters, digits and underscores.
         target: ``"pkg.module:Class"`` of a `Backend` or of any Lightning `Strategy`. Only
             `StrategyRegistry.register` may put the class object itself here.
         init_params: Keyword arguments that the target always gets; the user's own ones win.
@@ -207,7 +207,7 @@ class LauncherSpec:
     """A way of starting the processes of a run, as a plugin declares it.
 
     Attributes:
-        name: What users write in ``nnx.strategy(..., launcher="...")`` and after ``nnx run --on``.
+        name: The string for ``nnx.strategy(..., launcher="...")`` and ``nnx run --on``.
         target: ``"pkg.module:Class"`` of a `nnx_core.launch.launcher.Launcher`.
         description: One line that says what it is.
         needs: The modules that it imports, by the names that ``pip install`` knows them under.
@@ -231,7 +231,7 @@ class LauncherSpec:
 
 
 def name_remarks(name: str) -> list[str]:
-    """What Lightning's rules on parts of a name will do to this one.
+    """Return the effect of Lightning's rules on parts of a name.
 
     Example:
         >>> name_remarks("nnscaler_deduped")

@@ -1,4 +1,4 @@
-"""What an optimizer's update of one element depends on, found out by trying: no list of names.
+"""Probe what one element's update of an optimizer depends on, without a list of names.
 
 SGD, Adam, Lion look at one element at a time and do the same on a part of a parameter as on the whole.
 LAMB, Muon, Adafactor look at norms, rows or columns of a parameter; SAM, LBFGS and whatever divides by the
@@ -43,7 +43,7 @@ _DROPPED = object()
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a trial found out about an optimizer.
+    """The result of probing an optimizer.
 
     Attributes:
         dependence: The dependence of the whole optimizer: the widest of its groups'.
@@ -61,7 +61,7 @@ class Trial:
 
 
 def dependence(optimizer: Optimizer) -> Dependence:
-    """What one element's update depends on: that ``"element"``, its ``"parameter"`` or the ``"model"``.
+    """Return what one element's update depends on: the ``"element"``, its ``"parameter"`` or the ``"model"``.
 
     Args:
         optimizer: An optimizer of any class, which is left alone.
@@ -197,7 +197,7 @@ class _CommunicatesError(Exception):
 
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call] # as torch has it
-    """Within it a collective raises instead of waiting for ranks that do not call it."""
+    """Make collectives raise instead of waiting for ranks that do not call them, in a context."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -351,7 +351,7 @@ class _Subject:
         return False
 
     def _run(self, tried: Sequence[_Tried]) -> list[Tensor]:
-        """What becomes of some tensors in some steps of an optimizer like this one that holds only them."""
+        """Step an optimizer like this one on some tensors alone, and return them."""
         parameters = [nn.Parameter(one.start.clone()) for one in tried]
         places = list(zip(tried, parameters, strict=True))
         trial = _Copy(self._optimizer, places, self._dtype).optimizer
@@ -405,7 +405,7 @@ def _number_of_steps(optimizer: Optimizer) -> int:
 
 
 def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What groups have in common that are treated alike: all options but the sizes of numbers."""
+    """Return the key that groups of equal treatment share: all options but the sizes of numbers."""
     return tuple(
         (name, _kind_of(value)) for name, value in sorted(group.items(), key=lambda item: str(item[0]))
         if name != "params"

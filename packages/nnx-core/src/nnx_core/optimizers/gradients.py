@@ -125,7 +125,7 @@ def clip_gradients_by_value(gradients: Sequence[Gradient], clip_value: float) ->
 def refuse_complex_clamp(optimizer: Optimizer) -> None:
     """Complex numbers have no order; torch refuses to clamp them too.
 
-    Looks at parameters, which every rank has, so that no rank goes on alone.
+    Looks at parameters, which every rank has, so that all ranks raise.
 
     Raises:
         UnsupportedError: The optimizer has complex parameters.

@@ -20,7 +20,7 @@ log = logging.getLogger("nnx.whole_matrix")
 
 
 class Route:
-    """Who holds which boxes of a parameter, and who owns it.
+    """The ranks that hold the boxes of a parameter, and its owner.
 
     Args:
         shape: The shape of the whole parameter.
@@ -45,7 +45,7 @@ class Route:
 
     @property
     def work(self) -> int:
-        """What a step costs about: for matrices that of a product with a square one."""
+        """Estimate the cost of a step: for matrices, the cost of a product with a square matrix."""
         if len(self.shape) < 2:
             return math.prod(self.shape)
         rows = self.shape[0]
@@ -74,7 +74,7 @@ def choose_owners(routes: Sequence[Route], *, to_rank_0: bool) -> None:
 
 @dataclass(eq=False)
 class Owned:
-    """What is known of one optimizer.
+    """The facts about one optimizer.
 
     Attributes:
         trial: The result of the trial of what its updates depend on.

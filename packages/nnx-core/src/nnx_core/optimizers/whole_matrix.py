@@ -158,7 +158,7 @@ class OwnerRanks:
         )
 
     def _take_over_state(self, optimizer: Optimizer, owned: Owned) -> None:
-        """State that the optimizer made before, in parts like its parameters, goes to owners. Collective.
+        """Move sharded state that the optimizer made before to owners. Collective.
 
         Its constructor may have made it; ranks hold the same names then.
         """
@@ -181,7 +181,7 @@ class OwnerRanks:
         return whole
 
     def _current(self, optimizer: Optimizer) -> Owned | None:
-        """What is known of an optimizer; made anew when its groups were changed. Collective then."""
+        """Return the facts about an optimizer; collect them again if its groups changed. Collective then."""
         owned = self._owned.get(optimizer)
         if owned is None:
             return None
@@ -311,7 +311,7 @@ class OwnerRanks:
 
         Args:
             module: Owner of the parameters.
-            optimizer: Whose state.
+            optimizer: The optimizer with the state.
             alone: Describe what this rank holds only, without communicating.
         """
         owned = self._owned.get(optimizer)
@@ -334,7 +334,7 @@ class OwnerRanks:
         return state
 
     def load(self, backend: Any, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
-        """Restore an optimizer in place; each rank fills what it owns, and what it holds in parts as ever.
+        """Restore an optimizer in place; each rank fills the state that it owns, and its shards.
 
         Args:
             backend: Allocates the state of parameters that have no owner.
@@ -366,7 +366,7 @@ def _new_place(parameter: nn.Parameter) -> nn.Parameter:
 
 @contextmanager
 def _in_places(optimizer: Optimizer, places: Mapping[nn.Parameter, nn.Parameter | None]) -> Iterator[None]:
-    """Within it the optimizer, and whatever it holds, has complete parameters, and only those it owns."""
+    """Give the optimizer, and the objects in it, the complete parameters that it owns, in a context."""
     forward = {id(parameter): place for parameter, place in places.items()}
     changed = _Replaced()
     changed.walk(optimizer, forward)
@@ -428,7 +428,7 @@ class _Replaced:
 
 
 def _refuse_closure(optimizer: Optimizer) -> Any:
-    """What an optimizer is given as its closure that called none when it was tried."""
+    """The closure for an optimizer that called none when it was probed."""
     raise UnsupportedError(
         f"the step of {type(optimizer).__name__} calls its closure, and did not when it was tried, so that "
         "its parameters were gathered before the backward.",
@@ -438,7 +438,7 @@ def _refuse_closure(optimizer: Optimizer) -> Any:
 
 @contextmanager
 def _on_every_rank(doing: str, device: torch.device) -> Iterator[None]:
-    """What fails on one rank fails on all, before they wait for each other."""
+    """Let a failure of one rank fail all ranks, before they wait for each other."""
     error: Exception | None = None
     try:
         yield
@@ -553,7 +553,7 @@ class _Elsewhere:
 
 
 def _share(own: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What all owners hold, as every rank describes it.
+    """The state of all owners, as every rank describes it.
 
     Tensors of others are shards without a box here. Other values are known everywhere; those with tensors
     in them, as lists of preconditioners, only to rank 0, which writes them.
@@ -595,7 +595,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 class _OwnState:
-    """What `fill_optimizer` asks of a backend, where owners hold whole state."""
+    """The backend for `fill_optimizer`, where owners hold complete state."""
 
     def __init__(self, owners: OwnerRanks, backend: Any, owned: Owned) -> None:
         self._owners, self._backend, self._owned = owners, backend, owned

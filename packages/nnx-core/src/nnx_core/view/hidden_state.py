@@ -1,4 +1,4 @@
-"""An optimizer's state that lies elsewhere, or in parts, while it trains, and what user code sees of it.
+"""An optimizer's state that is elsewhere, or sharded, during training, and its view in user code.
 
 A sum over the state would be one rank's, and a change might have no effect. So between steps another object
 stands in the state's place, and notices whoever touches it. What happens then is the engine's choice: either
@@ -26,13 +26,13 @@ _REMEDY = "Look at it in a checkpoint or when `fit` is over, or use strategy 'fs
 
 
 class StateParts(Protocol):
-    """How an engine holds the state of an optimizer in parts."""
+    """An engine's sharded optimizer state."""
 
     def refusal(self, optimizer: Optimizer) -> str | None:
         """Where the state is, if it cannot be shown: "it lies in ..."; the same on all ranks."""
 
     def part(self, value: Tensor, parameter: nn.Parameter, name: str) -> Part | None:
-        """What is known of a tensor in the state; None if this rank holds all of it.
+        """Return the part of a tensor in the state; None if this rank holds all of it.
 
         Args:
             value: The tensor.
@@ -52,7 +52,7 @@ class HiddenState:
 
     Args:
         optimizer: The user's.
-        where: What an error says of the place where the state is: "it lies in ...".
+        where: The place of the state, for errors: "it lies in ...".
         parts: Shows it whole; None if nothing can, so that touching it is an error.
     """
 
@@ -68,7 +68,7 @@ class HiddenState:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Around what is not user code, also within itself: the state is what the engine made of it.
+        """Show the engine's state, around code other than the user's; reentrant.
 
         Raises:
             UnsupportedError: User code has given the optimizer another state, of which no part can be taken.
@@ -114,7 +114,7 @@ class HiddenState:
         return self._optimizer.state if self._is_shown else self._state
 
     def _take(self) -> None:
-        """Take the state over from user code, with what it has changed."""
+        """Take the state over from user code, with its changes."""
         state = self._optimizer.state
         if state is not self._stand_in:
             if self._parts is None:
@@ -191,7 +191,7 @@ class HiddenStates:
             self._hidden[optimizer] = HiddenState(optimizer, where, parts)
 
     def shown(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Around what is not user code."""
+        """Show the engine's state, around code other than the user's."""
         state = self._hidden.get(optimizer)
         return nullcontext() if state is None else state.shown()
 
@@ -230,7 +230,7 @@ def _keyed(name: str) -> Any:
 
 
 class _StandIn(dict[Any, Any]):
-    """Stands in the place of the state, and does what is asked for with the state itself.
+    """Stands in the place of the state, and forwards every access to the state.
 
     Args:
         owner: Gives the state, or refuses.

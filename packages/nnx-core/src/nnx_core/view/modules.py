@@ -1,4 +1,4 @@
-"""What engines do with modules: layer classes, steps inside a forward, from meta to real weights."""
+"""Share code on modules between engines: layer classes, steps inside a forward, meta-device weights."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def move_buffers_to(module: nn.Module, device: torch.device) -> None:
 
 
 def move_to_host(module: nn.Module) -> None:
-    """Move parameters and buffers to host memory; what is on the meta device stays there."""
+    """Move parameters and buffers to CPU memory; tensors on the meta device stay there."""
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # type: ignore[no-untyped-call]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Sees(Enum):
-    """What a function of a parameter is answered with."""
+    """The kinds of answers to a torch function of a parameter."""
 
     WHOLE = auto()
     """The gathered value, with gradient."""
@@ -100,7 +100,7 @@ _known: dict[Callable[..., Any], Sees] = {}
 
 
 def what_it_sees(func: Callable[..., Any]) -> Sees:
-    """What a torch function is answered with when its first argument is a parameter in parts.
+    """Return the kind of answer to a torch function whose first argument is a sharded parameter.
 
     Example:
         >>> import torch

@@ -76,7 +76,7 @@ def _is_copied_as_stored(tensor: Tensor) -> bool:
 
 
 class Part(ABC):
-    """What is known of one guarded tensor."""
+    """Reads, writes and gradients of one guarded tensor."""
 
     tensor: Tensor
     """What this rank stores of it."""
@@ -107,7 +107,7 @@ class Part(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Write back what was changed in place since the whole was given away."""
+        """Write back changes in place, since the tensor was gathered."""
 
     @abstractmethod
     def assign(self, whole: Tensor) -> None:
@@ -115,7 +115,7 @@ class Part(ABC):
 
     @abstractmethod
     def gradient_shown(self) -> Tensor | None:
-        """What whoever reads ``tensor.grad`` gets."""
+        """Return the gradient for a reader of ``tensor.grad``."""
 
     @abstractmethod
     def gradient_given(self, gradient: Any) -> None:
@@ -134,7 +134,7 @@ class Part(ABC):
         return self.value().detach()
 
     def attributes(self) -> dict[str, Any]:
-        """What a copy of the tensor gets too: what the user has attached to it."""
+        """Return the attributes for a copy of the tensor: those that user code has set."""
         return attributes_of(self.tensor)
 
     def randomized(self) -> None:  # noqa: B027 # nothing to do where ranks draw alike
@@ -187,7 +187,7 @@ class Kept(Protocol):
         ...
 
     def forget(self) -> None:
-        """Write back what was changed, and free the whole."""
+        """Write back changes, and free the gathered tensor."""
 
 
 K = TypeVar("K", bound=Kept)
@@ -218,7 +218,7 @@ class Wholes(Generic[K, P]):
         return bool(self._kept) and self._kept[-1] is part
 
     def flush(self) -> None:
-        """Write back what was changed in wholes, and free them."""
+        """Write back changes to gathered tensors, and free them."""
         parts, self._kept = self._kept, []
         for part in parts:
             part.forget()
@@ -274,7 +274,7 @@ class Wholes(Generic[K, P]):
 
 
 class Seen:
-    """What a whole was when it was last equal to the parts.
+    """The values of a gathered tensor when it was last equal to the shards.
 
     Writes through numpy are no change of version. They can be in the host's memory only, where values are
     compared, too.
@@ -295,7 +295,7 @@ class Seen:
 
 
 class Source:
-    """The tensor that ``data`` was set to, with which a whole parameter would go on sharing memory.
+    """The tensor that ``data`` was set to, with which an unsharded parameter would share memory.
 
     Setting ``data`` to it once more changes nothing then, unless somebody has written into it: it has what
     training has made of the parameter. Lightning's ``ModelPruning`` does so after every epoch.
@@ -400,7 +400,7 @@ _OWN_ATTRIBUTES = frozenset({"_part", "_of", "_local", "_is_param"})
 
 
 def attributes_of(tensor: Any) -> dict[str, Any]:
-    """What the user has attached to a tensor, guarded or not."""
+    """Return the attributes that user code has set on a tensor, guarded or not."""
     return {name: value for name, value in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
 
 
@@ -471,7 +471,7 @@ def _in_place_of_list(func: Callable[..., Any], args: Sequence[Any], kwargs: Map
 
 
 def _on_wholes(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function on whole tensors, and write back what it changed."""
+    """Call a function on unsharded tensors, and write its changes back."""
     wholes: dict[int, tuple[Guard, Tensor]] = {}
     plain_args = [_unguarded(argument, wholes) for argument in args]
     plain_kwargs = {name: _unguarded(argument, wholes) for name, argument in kwargs.items()}
@@ -576,7 +576,7 @@ def guard(tensor: Any, part: Part) -> None:
     """Make a tensor look whole.
 
     Args:
-        tensor: It keeps its identity; its class becomes a subclass of what it was.
+        tensor: It keeps its identity; its class becomes a subclass of its own.
         part: Answers for it.
     """
     tensor._part = part
@@ -585,7 +585,7 @@ def guard(tensor: Any, part: Part) -> None:
 
 
 def unguard(tensor: Any) -> None:
-    """Give a tensor its own class back; its data stays what it is."""
+    """Restore a tensor's own class; its data stays."""
     if is_guarded(tensor):
         del tensor._part
         tensor.__class__ = tensor._plain
@@ -597,7 +597,7 @@ def is_guarded(tensor: Any) -> bool:
 
 
 def part_of(tensor: Any) -> Part | None:
-    """What is known of a guarded tensor; None for any other."""
+    """Return the part of a guarded tensor; None for any other tensor."""
     return tensor._part if isinstance(tensor, Guard) else None
 
 

@@ -25,7 +25,7 @@ class Interruption:
 
     Attributes:
         batches: Batches of the epoch that were trained on.
-        inside: True if the pass over the data goes on; otherwise a new one begins.
+        inside: True if the pass over the data continues; otherwise a new one begins.
     """
 
     batches: int

@@ -78,7 +78,7 @@ class TrackedSampler(Sampler[Any]):
 
     @property
     def unit(self) -> str:
-        """What `first` counts."""
+        """The unit of `first`."""
         return "samples" if self._batch_size is not None else "items"
 
     @property

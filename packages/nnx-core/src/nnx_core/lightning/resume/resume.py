@@ -44,7 +44,7 @@ class TrainingData:
     """Follows the training loaders of a Trainer, and makes them begin in the middle of an epoch.
 
     Attributes:
-        said: A sentence that tells the user how the data goes on.
+        said: A sentence about the resumed data, for the user.
     """
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ _NO_DATA: Mapping[str, Any] = {"loaders": (), "stateful": ()}
 
 @dataclass(frozen=True, slots=True)
 class _Resumed:
-    """What a checkpoint holds of the run that is resumed.
+    """The checkpoint's record of the run to resume.
 
     Attributes:
         place: The place at which it was interrupted; None where the checkpoint has no loops.
@@ -334,7 +334,7 @@ class ExactResume:
         self._opened = opened
 
     def activate(self) -> None:
-        """Let the training that begins next go on where that of the opened checkpoint stood.
+        """Let the next training resume at the position of the opened checkpoint.
 
         Called when Trainer restores the training state. What trained before it, since the checkpoint was
         opened, such as a search for a learning rate, began anew.
@@ -398,7 +398,7 @@ class ExactResume:
             rank_zero_warn(f"Resuming: {said}")
 
     def close(self, trainer: Any) -> None:
-        """Leave the user's loaders as they were; what was to be resumed and was not is forgotten."""
+        """Leave the user's loaders unchanged, and drop positions that were not resumed."""
         self._opened = self._resumed = self._batch_before = None
         if self._data is not None:
             self._data.close(trainer)
@@ -414,7 +414,7 @@ def _put_loader_states(trainer: Any, saved: _Resumed, ranks: Any, checkpoint: di
     """Lightning restores loaders that have a state; it would give every rank that of rank 0.
 
     Returns:
-        What the user should know about it.
+        Return the note for the user.
     """
     if not saved.first.get("data", _NO_DATA)["stateful"]:
         return []
