@@ -80,12 +80,12 @@ class CollectiveOrder:
     """Lets an engine launch collectives in the middle of user code without ever pairing two different ones.
 
     The ranks agree once on the order of collectives: in the first steps, and at each new turn of a step, they
-    compare their next collective through the store of the process group. After that a rank compares only
-    with the agreed order, which costs one look into a dict and no communication. A rank that comes to another
+    compare their next collective through the store of the process group. After that a rank compares only with
+    the agreed order, which costs one look into a dict and no communication. A rank that comes to another
     collective asks the others, and continues only if all come to the same one. A rank that waits in a
     collective meanwhile cannot answer; a thread beside it does. Without an answer within `wait` seconds in a
-    step, the rank that asked raises. The thread also tells a slow rank from a dead one, for which the ranks do
-    not wait as long.
+    step, the rank that asked raises. The thread also tells a slow rank from a dead one, for which the ranks
+    do not wait as long.
 
     The agreed order is the same on all ranks at any time: it changes only by such an agreement.
 

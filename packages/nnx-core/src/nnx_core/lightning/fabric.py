@@ -423,8 +423,8 @@ class StoredContent:
 
         Args:
             key: The user's key.
-            module: The module to load. Trainer's names begin with the attribute that holds a module; it is the
-                key if the names are this module's then.
+            module: The module to load. Trainer's names begin with the attribute that holds a module, which is
+                the key if the names are this module's then.
         """
         if self.stored is not None:
             prefix = self.prefix(key)
