@@ -72,7 +72,7 @@ unflatten_dense_tensors: Any = torch._C._nn.unflatten_dense_tensors
 def schedule_actions(
     schedule: str, ranks: int, microbatches: int, stages_per_rank: int
 ) -> list[list[tuple[str, int, int]]]:
-    """What each rank does in one of torch's pipeline schedules: ``("F", stage, microbatch)`` and so on.
+    """Return each rank's actions in one of torch's pipeline schedules, as ``("F", stage, microbatch)``.
 
     Raises:
         ValueError: The schedule does not take these numbers.
@@ -111,7 +111,7 @@ def free_fake_inputs(program: ExportedProgram) -> None:
 
 
 def checkpoints_replaced(by: Callable[..., Any]) -> dict[str, Any]:
-    """What to put in the place of names of `torch.utils.checkpoint`, so that each checkpoint calls `by`.
+    """Return replacements for names of `torch.utils.checkpoint`, so that each checkpoint calls `by`.
 
     torch 2.14 calls ``_checkpoint_without_reentrant_generator_impl`` and keeps the name without ``_impl``,
     which torch 2.11 to 2.13 call, for other libraries. Where torch has neither, this raises.

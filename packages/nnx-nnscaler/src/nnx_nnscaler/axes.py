@@ -75,14 +75,14 @@ class Axes:
     def reading(self) -> range:
         """The ranks that read parameters together: those of the unit, or alone in it those with other rows.
 
-        Units do not compare with each other: one may compile for long while another goes on.
+        Units do not compare with each other: one may compile for long while another trains.
         """
         size = self.unit_size if self.unit_size > 1 else self.part_size
         first = (self.outer_rank * self.unit_size + self.unit_rank) // size * size
         return range(first, first + size)
 
     def from_first(self, value: T) -> T:
-        """What the first rank of this unit passes. Collective over the unit."""
+        """Return the value of this unit's first rank. Collective over the unit."""
         if self.unit_control is None:
             return value
         box = [value]
@@ -97,7 +97,7 @@ def make_axes(*, rank: int, world_size: int, unit_size: int, part_size: int) -> 
         rank: This rank.
         world_size: Number of ranks, a multiple of the next two's product.
         unit_size: Ranks of a plan unit.
-        part_size: Units over which parameters are stored in parts; 1 without ZeRO.
+        part_size: Units that shard parameters; 1 without ZeRO.
     """
     units = [range(start, start + unit_size) for start in range(0, world_size, unit_size)]
     outer = [range(place, world_size, unit_size) for place in range(unit_size)]

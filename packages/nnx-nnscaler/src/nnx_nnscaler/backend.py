@@ -157,7 +157,7 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
                     entries[name] = layout.local_part(value).clone()
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Gather what is stored in parts, and give the module its own forward back."""
+        """Gather sharded parameters, and restore the module's own forward."""
         laid_out = self._laid_out.pop(module, None)
         self._states.remove()
         if laid_out is not None:
@@ -211,11 +211,11 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
         return self._scaler
 
     def _loss_scale(self) -> float | None:
-        """What the loss will be multiplied by; None where nobody scales it."""
+        """Return the scale of the loss; None if nobody scales it."""
         return None if self._scaler is None else self._scaler.get_scale()
 
     def _of(self, module: nn.Module) -> list[LaidOut]:
-        """What was laid out of what the core passes: a module, or several in one, as for Fabric."""
+        """Return the laid-out modules of the core's module: itself, or its children under Fabric."""
         modules = [module] if module in self._laid_out else list(module.children())
         return [self._laid_out[m] for m in modules if m in self._laid_out]
 
@@ -274,12 +274,12 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
         return " ".join(f"{name} {homes.get(name, '')}{placement}" for name, placement in stored)
 
     def written(self, module: nn.Module) -> Mapping[str, int]:
-        """What was written into parameters that the ranks store in parts."""
+        """Checksums of user code's writes to sharded parameters."""
         laid_out = self._laid_out.get(module)
         return {} if laid_out is None else laid_out.parameters.take_written(module)
 
     def summary(self, module: nn.Module) -> str:
-        """The plan of what is traced; else how states are stored."""
+        """The plan of a traced module; else the layout of its states."""
         laid_out = self._laid_out.get(module)
         if laid_out is not None and laid_out.programs is not None:
             return laid_out.programs.summary

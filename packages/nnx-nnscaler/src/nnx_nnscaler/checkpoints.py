@@ -85,7 +85,7 @@ def _open_merged(file: Path, weights_only: bool) -> ForeignCheckpoint:
 
 
 def _add_rest_of_module(contents: Contents, loaded: Mapping[str, Any]) -> None:
-    """What the LightningModule holds beside the part that was parallelised, such as metrics."""
+    """Return the LightningModule's state beside the parallelized module, such as metrics."""
     rest = loaded[_EXTRA].get("pl_state_dict", {})
     known = {*contents.entries, *contents.aliases}
     contents.add_model({name: value for name, value in rest.items() if f"model.{name}" not in known})
@@ -115,7 +115,7 @@ def _open_directory(directory: Path, weights_only: bool) -> ForeignCheckpoint:
 
 
 def _plan(loaded: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
-    """What nnScaler notes about its plan, for a module that was parallelised as a whole."""
+    """Return nnScaler's notes about its plan, for a completely parallelized module."""
     prefixes = [name.removesuffix(_PLAN) for name in loaded[_MODEL] if name.endswith(_PLAN)]
     if prefixes != [""]:
         raise CheckpointError(
@@ -178,7 +178,7 @@ class _Shards:
         return stored
 
     def _areas(self, rank: int) -> Iterator[tuple[str, Mapping[str, Any], Box]]:
-        """Each tensor of a rank: its name there, what it is part of, and which part."""
+        """Yield each tensor of a rank: its name there, its logical tensor, and its slice."""
         for local, area in self._plans[rank]["param_area_map"].items():
             if area["val_chunks"] != 1:
                 raise CheckpointError(
@@ -298,6 +298,6 @@ class _States:
         self._pieces.setdefault(key, []).extend(pieces)
 
     def add(self) -> None:
-        """Add what was collected."""
+        """Add the collected tensors."""
         for key, pieces in self._pieces.items():
             self._contents.add_pieces(key, *self._kinds[key], pieces)

@@ -1,4 +1,4 @@
-"""From the strategy's options to a module's programs: what is traced, how it is planned, where it is kept.
+"""Compile a module's programs from the strategy's options: trace, plan, and store.
 
 Imported by `backend` only where there is something to plan: it brings the tracer, the planner and the
 code generator along, which data parallelism does not need.
@@ -110,7 +110,7 @@ def make_programs(
 
 
 def _first_call(module: nn.Module, sample: Sample, context: ParallelContext) -> tuple[nn.Module, ModelCall]:
-    """The module that a step calls first, and what it is called with. Collective."""
+    """Return the module that a step calls first, and its inputs. Collective."""
     with (
         together(control_group(), doing="looking for example inputs"),
         _autocast(context),
@@ -193,7 +193,7 @@ def _steps(
 
 
 class _Planned:
-    """What the first plan has decided for those that follow.
+    """The first plan's decisions for the following plans.
 
     Attributes:
         axes: This rank's groups, to which those of a pipeline come when a plan has one.
@@ -285,14 +285,14 @@ def _compiler(
 
 
 def _content(path: str | None) -> str:
-    """What tells one file from another, or from its former self."""
+    """Return a key that changes with a file or its content."""
     if path is None or not Path(path).is_file():
         return ""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def _check(options: NnScalerOptions) -> Callable[[nn.Module, Graph, AnyPlan, ModelCall], None] | None:
-    """What compares the first program with the module's own forward; pipelines only if that was asked for."""
+    """Return the check of the first program against the module's forward; of pipelines on request."""
     if options.verify is False:
         return None
 
@@ -311,7 +311,7 @@ def _check(options: NnScalerOptions) -> Callable[[nn.Module, Graph, AnyPlan, Mod
 
 
 def _pipeline(options: NnScalerOptions, axes: Axes) -> PipelineOptions:
-    """What is asked of a pipeline in units of this size."""
+    """Return the request for a pipeline in units of this size."""
     ranks, stages = options.pipe_shape(axes.unit_size)
     return PipelineOptions(
         Arrangement(ranks, stages, options.schedule in V_SHAPED),
@@ -334,7 +334,7 @@ def _memory_limit(options: NnScalerOptions, device: torch.device) -> int | None:
 def _planner(
     options: NnScalerOptions, planned: _Planned, costs: CostModel, memory_limit: int | None, prefix: str = ""
 ) -> Planner:
-    """What makes plans: of one program for all ranks of a unit, or of a pipeline.
+    """Return the planner: of one program for all ranks of a unit, or of a pipeline.
 
     Names of submodules begin with a prefix in the graphs that are planned.
     """

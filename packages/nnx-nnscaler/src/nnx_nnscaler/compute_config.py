@@ -70,7 +70,7 @@ _TAKEN = (
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """What a model is compiled for, in nnScaler's words.
+    """The target of a compilation, in nnScaler's words.
 
     Example:
         >>> ComputeConfig(2, 4).plan_ngpus

@@ -130,14 +130,14 @@ class LaidOut:
         return self.parameters.local_mode()
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a step returns: it is called, or the program that stands for it."""
+        """Run a step, or its program, and return its result."""
         if self.steps is None or kwargs:
             return step(*args, **kwargs)
         return self.steps.run(step, args)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one step: what was gathered for it is freed.
+        """Run one step, and free the tensors gathered for it.
 
         A backward that failed before, and whose error somebody caught, is ended first.
         """
@@ -150,7 +150,7 @@ class LaidOut:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it gradients stay on this rank."""
+        """Keep gradients on this rank, in a context."""
         reducer = self.parameters.reducer
         before, reducer.synchronize = reducer.synchronize, False
         try:
@@ -185,6 +185,6 @@ class _Weights(Mapping[str, Tensor]):
 
 
 def _prefix(module: nn.Module, called: nn.Module) -> str:
-    """What the names of a submodule's parameters begin with in the module."""
+    """Return the prefix of a submodule's parameter names in the module."""
     name = next(name for name, submodule in module.named_modules() if submodule is called)
     return f"{name}." if name else ""

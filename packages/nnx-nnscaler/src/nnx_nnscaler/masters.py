@@ -38,7 +38,7 @@ class Masters:
 
     @contextmanager
     def lent(self, optimizer: Optimizer) -> Iterator[None]:
-        """Within it an optimizer's parameters are their float32 copies, gradients included."""
+        """Make an optimizer's parameters their FP32 copies, gradients included, in a context."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self.copies]
         self._lend(parameters)
         try:
@@ -48,7 +48,7 @@ class Masters:
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
-        """Within it, inside of `lent`, they are the half precision ones again: for a closure."""
+        """Restore the half precision parameters inside of `lent`, for a closure."""
         parameters = list(self._lent)
         self._take_back(parameters)
         try:
@@ -90,7 +90,7 @@ class Masters:
 
 
 class _Group:
-    """Parameters of one dtype and device, whose copies lie in one buffer: a few kernels serve all of them.
+    """Parameters of one dtype and device with copies in one buffer, so that a few kernels serve all.
 
     Args:
         parameters: The parameters, about `_GROUP_BYTES` or a single larger one.
@@ -102,7 +102,7 @@ class _Group:
         self.copies = dict(zip(parameters, views.values(), strict=True))
 
     def take_over(self) -> None:
-        """Let copies become what was written into their parameters by anything but a step."""
+        """Take writes to parameters, by anything but a step, over into their copies."""
         halves = _flat(list(self.copies))
         unchanged = self._copies.to(halves.dtype) == halves
         torch.where(unchanged, self._copies, halves.float(), out=self._copies)

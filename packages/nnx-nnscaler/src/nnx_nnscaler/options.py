@@ -30,7 +30,7 @@ _GIB = 1024**3
 
 @dataclass(frozen=True, kw_only=True)
 class NnScalerOptions:
-    """What changes how a model is planned and run."""
+    """Options of planning and running a model."""
 
     compute_config: ComputeConfig | Mapping[str, Any] | None = option(
         None,
@@ -276,7 +276,7 @@ class NnScalerOptions:
 
     @property
     def schedule(self) -> str:
-        """`pipeline_scheduler`, or what it is by default."""
+        """`pipeline_scheduler`, or its default."""
         return self.pipeline_scheduler or "gpipe"
 
     def _check_schedule(self, each: int) -> None:
@@ -297,7 +297,7 @@ class NnScalerOptions:
 
     @property
     def config(self) -> ComputeConfig:
-        """`compute_config` as what it became."""
+        """`compute_config`, normalized."""
         assert isinstance(self.compute_config, ComputeConfig)
         return self.compute_config
 
@@ -329,7 +329,7 @@ class NnScalerOptions:
         return size
 
     def zero_size(self, *, units: int) -> int:
-        """Over how many units a parameter is stored in parts; 1 without ZeRO.
+        """Return the number of units that shard a parameter; 1 without ZeRO.
 
         Raises:
             OptionError: `zero_ngroups` does not divide the units.
@@ -351,7 +351,7 @@ class NnScalerOptions:
 
 
 def _from_pas_config(pas_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the original's policy options are called here."""
+    """Translate the original's policy options to ours."""
     found: dict[str, Any] = {}
     memory = pas_config.get("mem_constraint", -1)
     if memory != -1:

@@ -153,7 +153,7 @@ def run_ranks(
 
 @dataclass(slots=True)
 class Run:
-    """What one run left."""
+    """The results of one run."""
 
     outputs: list[Tensor]
     gradients: dict[str, Tensor | None]

@@ -38,7 +38,7 @@ class Plan:
     Attributes:
         program: The plan inside a unit.
         units: The number of units that share the work.
-        zero: True if they store parameters, gradients and optimizer state in parts.
+        zero: True if they shard parameters, gradients and optimizer state.
         graph: Fingerprint of the graph that it is for.
         hardware: Name of the figures that predictions rest on.
         rows: The rows, which say what each operator costs.
@@ -74,7 +74,7 @@ class Plan:
             program: The plan.
             costs: The cost model that it was made with.
             units: The number of units that share the work.
-            zero: True if they store parameters in parts.
+            zero: True if they shard parameters.
             strategies_of: The source of the alternatives in explanations.
         """
         costs = costs or CostModel()
@@ -163,7 +163,7 @@ class Plan:
             )
 
     def explain(self) -> str:
-        """What was split in each layer, what that moves and takes, and what else would have cost."""
+        """Describe the splits of each layer, their traffic and time, and the cost of alternatives."""
         prediction = self.program.prediction
         zero = " with ZeRO" if self.zero else ""
         head = (
@@ -189,7 +189,7 @@ def _row(row: dict[str, Any]) -> Row:
 
 
 def _difference(graph: Graph, program: AnyPlan) -> str:
-    """What is seen to differ at first sight."""
+    """The obvious differences."""
     names = {op.name for op in graph.ops}
     if isinstance(program, PipelinePlan):
         return ""  # its operators are those of a microbatch
@@ -198,7 +198,7 @@ def _difference(graph: Graph, program: AnyPlan) -> str:
 
 
 def fingerprint(graph: Graph) -> str:
-    """What changes when a plan can no longer be used: operators, arguments, shapes, parameters.
+    """Hash the facts that a plan depends on: operators, arguments, shapes, parameters.
 
     The traced batch does not count where the graph knows it as a symbol, nor do source lines.
     """
@@ -231,7 +231,7 @@ def _plain(argument: object) -> object:
 
 
 def diff(before: Plan, after: Plan) -> list[str]:
-    """What changes from one plan to another, a line each; empty where they are the same."""
+    """Return the differences of two plans, a line each; none if they are equal."""
     return [
         *_changed_heads(before, after),
         *_changed_parameters(before, after),
@@ -333,14 +333,14 @@ def explain(
     zero: bool = False,
     strategies_of: StrategiesOf | None = None,
 ) -> list[Row]:
-    """What each operator that computes something costs, and why it was not split otherwise.
+    """Return the cost of each computing operator, and the reason for its split.
 
     Args:
         graph: The graph that was planned.
         plan: The plan.
         costs: The cost model that it was made with.
         units: The number of units that share the work.
-        zero: True if they keep parameters in parts.
+        zero: True if they shard parameters.
         strategies_of: The source of alternatives; the registry of rules by default.
     """
     context = PolicyContext(graph, plan.size, rules_for(plan.size, strategies_of))
@@ -374,7 +374,7 @@ def _table_row(
 def _alternatives(
     context: PolicyContext, assignment: Assignment, prices: Prices, op: Op
 ) -> Iterator[tuple[str, float]]:
-    """Every other strategy, with what it would add."""
+    """Return every other strategy, with its additional cost."""
     chosen = assignment.choices[op.name]
     now = _around(context, assignment, prices, op)
     for strategy in context.strategies[op.name]:

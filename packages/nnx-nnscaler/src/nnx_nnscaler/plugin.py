@@ -136,7 +136,7 @@ def nnx_strategies() -> list[StrategySpec]:
 
 @hookimpl
 def nnx_checkpoint_formats() -> list[CheckpointFormatSpec]:
-    """What Microsoft's nnScaler saves."""
+    """Checkpoints of Microsoft's nnScaler."""
     return [
         CheckpointFormatSpec(
             "nnscaler",

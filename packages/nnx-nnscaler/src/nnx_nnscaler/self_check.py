@@ -51,14 +51,14 @@ def self_check(
 ) -> None:
     """Compare a program with the module on one call, outputs and gradients.
 
-    What it cannot judge passes, as `_hindrance` says.
+    Programs that it cannot judge pass, see `_hindrance`.
 
     Args:
         root: The module.
         graph: The graph that was traced.
         plan: Its plan.
         call: Arguments of the forward.
-        program: The program; by default what is emitted for the plan.
+        program: The program; by default the one generated for the plan.
 
     Raises:
         PlanError: They differ; the message names the first operator whose result does.
@@ -105,7 +105,7 @@ def checked_up_to(elements: int | None) -> Callable[..., None]:
 
 
 def checked_if_small(root: nn.Module, graph: Graph, plan: ProgramPlan, call: Any) -> None:
-    """What is done unless told: a small model whose program is wrong runs whole instead.
+    """The default check: a small model with a wrong program falls back to eager.
 
     Raises:
         UnsupportedError: The program is wrong.
@@ -138,7 +138,7 @@ def _hindrance(root: nn.Module, graph: Graph, call: Any) -> str:
 class _Borrowed:
     """A module's code with tensors of its own, as far as a check needs it.
 
-    Copying the module itself could copy whatever it refers to: the trainer, its data.
+    Copying the module itself could copy the objects it refers to: the trainer, its data.
     """
 
     def __init__(self, root: nn.Module) -> None:

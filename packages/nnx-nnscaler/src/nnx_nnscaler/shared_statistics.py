@@ -48,7 +48,7 @@ class StatisticsOverUnits:
 
 
 class _GatherOverUnits:
-    """What a metric calls to get the states of others. A copy of the metric shares it; a file does not.
+    """Gathers the states of other ranks for a metric. A copy of the metric shares it; a file does not.
 
     Args:
         group: One rank of each unit; None where there is one unit.

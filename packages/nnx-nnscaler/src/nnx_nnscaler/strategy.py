@@ -64,7 +64,7 @@ class NnScalerPrecision:
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Compute as the precision says, on whatever device the tensors are."""
+        """Compute in the precision, on the device of the tensors."""
         with ExitStack() as stack:
             if self.precision in _MIXED:
                 for device in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]:
@@ -77,7 +77,7 @@ class NnScalerPrecision:
 
 @cache
 def _class_for(cls: type, precision: str, root: str) -> type:
-    """The class of Lightning's that steps with a scaler, and for true halves the one that casts."""
+    """Return Lightning's class that steps with a scaler, and for true halves the one that casts."""
     plugins = importlib.import_module(f"{root}.plugins.precision")
     casting = (plugins.HalfPrecision,) if precision in _TRUE_HALVES else ()
     bases = (cls, *casting, plugins.MixedPrecision)
@@ -88,7 +88,7 @@ class NnScalerStrategy(StrategyOfTrainer):
     """A strategy for the Trainer of the copy of Lightning that is in use.
 
     Args:
-        accelerator: The same as for every strategy of Lightning's, like the three that follow.
+        accelerator: As for all of Lightning's strategies, like the next three.
         parallel_devices: Devices of this node.
         cluster_environment: Says who started the processes.
         precision_plugin: Such as `NnScalerPrecision`.

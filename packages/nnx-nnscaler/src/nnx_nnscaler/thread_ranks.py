@@ -24,7 +24,7 @@ class _Meeting:
         self.barrier = threading.Barrier(size)
 
     def exchange(self, rank: int, value: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        """What a thread reads from every thread's value, before any of them may change again."""
+        """Return a thread's read of every thread's value, before any of them may change again."""
         self.barrier.wait()
         self.slots[rank] = value
         self.barrier.wait()

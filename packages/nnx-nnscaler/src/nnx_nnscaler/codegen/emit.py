@@ -360,7 +360,7 @@ def _describe(meta: TensorMeta, placement: Placement) -> str:
 
 
 def _content(name: str, tensor: Tensor) -> object:
-    """What tells a constant from others; large ones are not compared."""
+    """Return a key of a constant; large ones are not compared."""
     if tensor.numel() > _LARGE or tensor.device.type == "meta":
         return name
     return str(tensor.dtype), tuple(tensor.shape), str(tensor.tolist())

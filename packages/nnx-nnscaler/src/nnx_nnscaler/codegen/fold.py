@@ -76,7 +76,7 @@ class Run:
 
 
 def run_of(owner: str, lines: Sequence[Line], functions: Collection[str] = ()) -> Run:
-    """What lines of a submodule read and assign.
+    """The reads and assignments of a submodule's lines.
 
     Args:
         owner: Fully qualified name of the submodule.
@@ -261,7 +261,7 @@ def _carried(before: Run, run: Run) -> dict[int, int] | None:
 
 
 def _only_carried(run: Run, readers: dict[str, set[int]], reader: int | None, carried: set[int]) -> bool:
-    """Return True if nothing but what is carried leaves a layer, and nothing but the given piece reads it."""
+    """Return True if only carried values leave a layer, and only the given piece reads them."""
     for index, name in enumerate(run.defined):
         others = readers.get(name, set())
         if reader is not None and others - {reader}:

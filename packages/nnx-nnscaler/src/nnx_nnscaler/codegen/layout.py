@@ -27,7 +27,7 @@ _COLUMN = 88
 
 
 def header(plan: ProgramPlan, title: str, imports: Sequence[str], *, training: bool) -> str:
-    """The head of a program: what it is, and how to read it."""
+    """Return the head of a program: its description, and a guide to reading it."""
     mode = "training" if training else "evaluation"
     ranks = f"{plan.size} rank" + ("s" if plan.size > 1 else "")
     return f'''"""Emitted by nnx-nnscaler: the forward of {title or "a module"}, in {mode} mode.
@@ -49,7 +49,7 @@ import torch.nn.functional as F
 
 
 def lay_out(function: Function) -> str:
-    """A function as text, with a comment wherever it goes on in another module or source line."""
+    """Return a function as text, with a comment at each change of module or source line."""
     text = [f"def {function.name}({', '.join(function.arguments)}):"]
     if function.comment:
         text.append(f'    """{function.comment}"""')

@@ -1,7 +1,7 @@
 """How operators are spelled in generated code: as a person would have written them.
 
 This file owns the spelling of torch's operators. An operator that is not here is called by its full
-name, ``torch.ops.aten.name.overload(...)``, which is always right. It never changes what is computed.
+name, ``torch.ops.aten.name.overload(...)``, which is always right. It never changes the computation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rule writes with: names, sizes and arguments of one program as Python code.
+"""Write names, sizes and arguments of one program as Python code, for rules.
 
 `Names` hands out identifiers, `OpWriter` is the `nnx_nnscaler.rules.rule.Writer` of one operator. Neither
 knows placements beyond the size of a part.

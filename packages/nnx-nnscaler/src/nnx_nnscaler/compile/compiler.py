@@ -71,7 +71,7 @@ Planner = Callable[[Graph, FixedLayout | None], AnyPlan]
 
 @dataclass(frozen=True)
 class ProgramForm:
-    """What plans and programs look like: one function for all ranks of a unit.
+    """The form of plans and programs: one function for all ranks of a unit.
 
     Attributes:
         planner: Makes plans.
@@ -198,7 +198,7 @@ class Compiler:
         return entry, path
 
     def _kept(self, key: str) -> Entry | None:
-        """What the store holds under a key, as far as it may be used."""
+        """Return the usable entry of the store under a key."""
         if self.store is None or self.reuse in ("override", "graph"):
             return None
         try:
@@ -325,7 +325,7 @@ def _from_first(value: T, group: dist.ProcessGroup | None) -> T:
 
 
 def code_digest(function: Callable[..., Any]) -> str:
-    """What tells one policy function from another, or from its former self."""
+    """Return a key of a policy function and its code."""
     code = getattr(function, "__code__", None)
     parts: Sequence[object] = (type(function).__qualname__,)
     if code is not None:

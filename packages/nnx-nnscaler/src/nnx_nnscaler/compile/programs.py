@@ -1,4 +1,4 @@
-"""What runs in place of a module's forward: the program that fits a call, or the module's own forward.
+"""Run the program that fits a call in place of a module's forward, or the module's own forward.
 
 `Programs` stands in for ``module.forward`` on the instance. It looks up the program for what a call looks
 like, has one compiled where there is none, and otherwise lets the user's own forward run whole on every rank
@@ -166,7 +166,7 @@ class Programs:
         return self.run(ModelCall(args, kwargs), lambda: self._own(*args, **kwargs))
 
     def run(self, call: ModelCall, otherwise: Callable[[], Any]) -> Any:
-        """What the program for a call returns; where none fits it, what a function does."""
+        """Return the result of the program for a call, or of a function if no program fits."""
         variant, tensors = self._find(call)
         if variant is None:
             return otherwise()
@@ -275,7 +275,7 @@ class Programs:
         return ModelCall(bound.args, bound.kwargs)
 
     def _key(self, call: ModelCall) -> tuple[Any, list[Tensor]]:
-        """What a call looks like but for its sizes, and its tensors.
+        """Return the form of a call without sizes, and its tensors.
 
         Raises:
             TypeError: An argument is something else than a tensor, a plain value or a container of them.

@@ -44,7 +44,7 @@ class Entry:
 
 
 def key_of(made_from: Mapping[str, Any]) -> str:
-    """Name of the folder of what was made from this.
+    """Return the name of the folder for results of this key.
 
     Example:
         >>> key_of({"policy": "tp"}) == key_of({"policy": "tp"}) != key_of({"policy": "dp"})
@@ -148,7 +148,7 @@ class Store:
 
 
 def _stamp(folder: Path) -> tuple[int, int] | None:
-    """What changes when a folder is replaced by another."""
+    """Return a value that changes when a folder is replaced by another."""
     try:
         found = folder.stat()
     except OSError:
@@ -193,7 +193,7 @@ def _sum(text: str) -> str:
 
 
 def _as_name(text: str) -> str:
-    """A file name that keeps what can be kept of a text, and tells other texts apart."""
+    """Return a file name with the readable characters of a text, distinct for other texts."""
     name = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text).lstrip(".")
     return name if name == text else f"{name}-{_sum(text)[:8]}"
 

@@ -111,7 +111,7 @@ class Strategy:
     complete one, except that an ``R`` operand of an operator that is not replicated gets a partial one.
 
     Attributes:
-        name: What it is called in explanations: ``"replicate"``, ``"batch"``, ``"column"``, ``"row"``...
+        name: Its name in explanations: ``"replicate"``, ``"batch"``, ``"column"``, ``"row"``...
         inputs: Placement of every tensor operand, in the order of `Op.operands`.
         outputs: Placement of every result.
         call: Name of the function in `nnx_nnscaler.runtime.functions` that takes the operator's place;
@@ -166,7 +166,7 @@ def uses_of(strategy: Strategy) -> tuple[Use, ...]:
 
 
 def conversion(source: Placement, use: Use) -> Conversion | None:
-    """What turns a value into what a consumer wants; None where nothing has to be done.
+    """Return the conversion of a value for a consumer; None if none is necessary.
 
     Raises:
         ValueError: There is no such conversion: ``P`` is only produced by operators.

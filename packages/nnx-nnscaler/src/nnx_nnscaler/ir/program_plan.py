@@ -1,4 +1,4 @@
-"""What planning decides about one program; readable, comparable, and all that `codegen` needs.
+"""The plan of one program; readable, comparable, and sufficient for `codegen`.
 
 Owns the placements of tensors over the ranks of a unit, strategies of operators in terms of them, the plan of
 a graph, also as text, and which collectives turn one placement into another.
@@ -16,7 +16,7 @@ from nnx_nnscaler.ir.placement import Placement, Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the cost model says of one program on each rank.
+    """The cost model's figures of one program on each rank.
 
     Attributes:
         compute: Seconds of computation in forward and backward.
@@ -66,7 +66,7 @@ class ProgramPlan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should hear once: nothing."""
+        """Notes for the user: none."""
         return ()
 
 

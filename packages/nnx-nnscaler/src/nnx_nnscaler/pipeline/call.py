@@ -41,7 +41,7 @@ class StageRuntime(Runtime):
 
 
 class Bundle(NamedTuple):
-    """What one stage gives a rank.
+    """The values of one stage for a rank.
 
     Attributes:
         stage: The stage that gives it.
@@ -57,7 +57,7 @@ class Bundle(NamedTuple):
 
 
 class Lineup:
-    """What all calls of a pipeline have in common on one rank.
+    """The common state of all calls of a pipeline on one rank.
 
     Args:
         graph: The graph of a microbatch.
@@ -100,7 +100,7 @@ class Lineup:
         self._reached: dict[frozenset[str], frozenset[str]] = {}
 
     def _all_bundles(self) -> list[Bundle]:
-        """What passes between ranks, by the stage that gives it."""
+        """The values that pass between ranks, by the stage that computes them."""
         rank_of = self.plan.arrangement.rank_of
         found = []
         for stage in self.stages:
@@ -263,7 +263,7 @@ class Call:
         return found
 
     def send_gradients(self, stage: Stage, index: int, gradients: dict[tuple[int, str], Tensor]) -> None:
-        """Give back the gradients of what was received for a stage, the first of this rank that uses it."""
+        """Return the gradients of values received for a stage, the first of this rank that uses them."""
         for bundle in self._incoming(stage):
             sent = []
             for look in self._looks(bundle):

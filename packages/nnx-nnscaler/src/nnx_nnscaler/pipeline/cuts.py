@@ -117,7 +117,7 @@ class _Cuts:
             self._rows.append(LinearConstraint(row[None] / most, -np.inf, 1 - constant / most))
 
     def _of_stages(self, prefix: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """What each stage has of a running sum: coefficients of the binaries, and a constant."""
+        """Return each stage's share of a running sum: coefficients of the binaries, and a constant."""
         at = np.kron(np.eye(self._cuts), prefix[1:-1])
         none = np.zeros((1, at.shape[1]))
         constant = np.zeros(self._cuts + 1)
@@ -159,7 +159,7 @@ class _Cuts:
 def _search(
     spans: Sequence[NDArray[np.float64]], taken: NDArray[np.float64], sent: NDArray[np.float64]
 ) -> list[int]:
-    """The cuts with the least sum of what each stage spans, then of what is sent, then of squared times."""
+    """Return the cuts with the least sum of stage spans, then of bytes sent, then of squared times."""
     scale = 1.0 / max(float(sent.max()), 1.0)
     even = 1e-6 / max(float(taken.max()) ** 2, 1e-30)
     upper = np.triu(np.ones_like(taken, dtype=bool), k=1)

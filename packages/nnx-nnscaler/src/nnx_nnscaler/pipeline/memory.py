@@ -23,12 +23,12 @@ from nnx_nnscaler.plan.schedules import (
 
 
 class Mesh(NamedTuple):
-    """What bytes depend on besides the stages.
+    """The facts that bytes depend on beside the stages.
 
     Attributes:
         costs: The figures that bytes are predicted with.
         units: The number of units that share the work.
-        zero: True if they store states in parts.
+        zero: True if they shard model states.
         schedule: The order in which ranks work.
         microbatches: The number of microbatches of the traced batch.
     """
@@ -45,7 +45,7 @@ class Mesh(NamedTuple):
 
 
 def rooms(arrangement: Arrangement, schedule: str, microbatches: int, limits: Sequence[float]) -> list[Room]:
-    """What the search for cuts has to keep to.
+    """The limits of the search for cuts.
 
     Args:
         arrangement: The stages of each rank along the pipe.
@@ -78,7 +78,7 @@ def usage_of(
     arrangement: Arrangement,
     mesh: Mesh,
 ) -> tuple[Usage, ...]:
-    """What each rank along the pipe takes.
+    """Return the bytes of each rank along the pipe.
 
     Args:
         stages: The stages.

@@ -46,7 +46,7 @@ class Line:
 
     Args:
         group: The ranks; None if there is only one.
-        device: The device of what is received.
+        device: The device of received tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -55,12 +55,12 @@ class Line:
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> None:
-        """Begin to send tensors; who sends goes on at once.
+        """Begin to send tensors, without waiting.
 
         Args:
             tensors: The tensors, in the order in which they are received.
             to: The place of the receiver along the pipe.
-            tag: Tells what is sent from other messages, with as many numbers above it as there are tensors.
+            tag: The first of the messages' tags, one for each tensor.
         """
         for number, tensor in enumerate(tensors):
             whole = tensor.detach().contiguous()
@@ -198,7 +198,7 @@ def _shared(line: Line, home: int, look: Look, value: Tensor | None) -> Tensor:
 
 
 class Passage:
-    """What one call of a pipeline sends and receives on one rank.
+    """The messages of one call of a pipeline on one rank.
 
     Args:
         line: The ranks.
@@ -219,12 +219,12 @@ class Passage:
 
     @property
     def token(self) -> Tensor:
-        """What all that was sent hangs on."""
+        """The token that all sent tensors depend on."""
         assert self._token is not None, "nothing is recorded"
         return self._token
 
     def end_forward(self) -> None:
-        """Forget the token: what it hangs on refers to this, and such a circle is freed late."""
+        """Forget the token, because a reference cycle through it would be freed late."""
         self._start = self._token = None
 
     def begin_backward(self, results: Iterable[str]) -> None:

@@ -174,7 +174,7 @@ class _Cut:
         return isinstance(meta, TensorMeta) and is_floating(meta) and op.name not in self._free
 
     def _of_meta(self, meta: TensorMeta, what: str) -> Placement:
-        """What an input, or a tensor of equal elements, becomes: its part if it shows the batch's size."""
+        """Return the microbatch of an input, or of equal elements, if it has a batch dimension."""
         dims = symbolic_dims(meta)
         if len(dims) > 1:
             raise _HindranceError(f"{what} has the batch's size in several dims")
@@ -280,7 +280,7 @@ class _Cut:
         return any(isinstance(dim, Size) for dim in self._graph.meta(operand.name).shape)
 
     def _strategy(self, op: Op) -> Strategy:
-        """What an operator does with its operands as they come."""
+        """Return the effect of an operator on its operands."""
         if op.target == "module":
             raise _HindranceError(f"{op.module} runs whole")
         if self._apart.intersection(op.operands()):

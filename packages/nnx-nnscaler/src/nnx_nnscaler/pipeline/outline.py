@@ -42,7 +42,7 @@ _MOST_PLACES = 600
 
 
 class StageCosts(NamedTuple):
-    """What a cut costs, by the place of the operator that a stage begins with.
+    """The cost of a cut, by the place of the operator that a stage begins with.
 
     Attributes:
         seconds: Time of all operators before a place.
@@ -66,7 +66,7 @@ class StageCosts(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What a rank may hold at some moment.
+    """The bytes that a rank may hold at some moment.
 
     Attributes:
         shares: The share of the batch whose activations it holds, for each of its stages.
@@ -92,12 +92,12 @@ class Outline:
 
     @cached_property
     def _last_use(self) -> dict[str, int]:
-        """The place of the last operator that uses a value; beyond all for what is returned."""
+        """Return the place of the last operator that uses a value; beyond all for returned values."""
         found = {name: index for index, op in enumerate(self.ops) for name in op.operands()}
         return found | dict.fromkeys(output_refs(self.graph), len(self.ops))
 
     def costs(self, model: CostModel, *, units: int = 1, zero: bool = False) -> StageCosts:
-        """What each cut costs, time in a single unit, and memory with as many as there are."""
+        """Return the cost of each cut: time in a single unit, and memory with all units."""
         prices = model.prices(self.graph, size=1)
         mesh = model.prices(self.graph, size=1, units=units, zero=zero)
         free = without_calls(model).prices(self.graph, size=1)

@@ -98,7 +98,7 @@ class Timeline:
             self.finish()
 
     def finish(self) -> None:
-        """Write what was measured, unless that was done. Collective."""
+        """Write the measurements, once. Collective."""
         if 0 <= self._step < WARMUP and self._rank == 0:
             log.warning(
                 f"{self._path} stays empty: of {self._step + 1} steps the first {WARMUP} are not measured."
@@ -219,7 +219,7 @@ def _write(path: Path, spans: Sequence[Span]) -> None:
 
 
 def read_timeline(path: str | Path) -> list[Span]:
-    """What a file has.
+    """The content of a file.
 
     Args:
         path: A file that a run has written.
@@ -250,7 +250,7 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def measured(timeline: str | Path) -> tuple[list[Span], str]:
-    """What ran in the last step of a timeline, from the time at which it began, and what to call it.
+    """Return the actions of the last step of a timeline, from its start, with their names.
 
     Args:
         timeline: A file that the option ``timeline_file`` has named.
@@ -331,7 +331,7 @@ def _box(span: Span, loop: int, scale: float) -> str:
 
 
 def _legend(kinds: set[str], several: bool, y: int) -> list[str]:
-    """What the colors mean."""
+    """The legend of the colors."""
     lines, x = [], _LEFT
     for kind in [kind for kind in NAMES if kind in kinds]:
         lines.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{_COLORS[kind][0]}"/>')

@@ -153,7 +153,7 @@ class PipelineProgram:
         constants: Mapping[str, Tensor],
         *tensors: Tensor,
     ) -> Any:
-        """What the forward returns for these inputs, on every rank of the unit."""
+        """Return the forward's result for these inputs, on every rank of the unit."""
         inputs = dict(zip(self._inputs, tensors, strict=True))
         symbols = {name: inputs[leaf].shape[dim] for name, (leaf, dim) in self.graph.symbols.items()}
         scale = _loss_scale(rt)
@@ -305,7 +305,7 @@ class _First(torch.autograd.Function):
 
 
 def _loss_scale(rt: Runtime) -> float | None:
-    """What a loss is multiplied by, so that small gradients in float16 are not lost; None if nobody knows."""
+    """Return the scale of a loss in float16; None if unknown."""
     in_float16 = any(
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
         for device in ("cpu", "cuda")
@@ -316,7 +316,7 @@ def _loss_scale(rt: Runtime) -> float | None:
 def _program_ahead(
     graph: Graph, cut: Microbatches, inputs: Sequence[str]
 ) -> tuple[Program, list[str]] | None:
-    """What makes the targets, and weights of classes, of means over samples that count, and values ahead."""
+    """Return the operators of targets, class weights and values computed ahead, of means over samples."""
     if not (cut.counts or cut.ahead):
         return None
     counted = [name for count in cut.counts for name in (count.target, count.weight) if name is not None]
@@ -333,7 +333,7 @@ def _program_ahead(
 
 
 def _output_program(graph: Graph, inputs: Sequence[str], returned: Sequence[str]) -> Program:
-    """What puts the forward's result together from its values."""
+    """Return the function that builds the forward's result from its values."""
     own = [leaf for leaf in graph.inputs if leaf.name in inputs]
     values = [Input(name, graph.meta(name)) for name in returned]
     arguments = [*own, *values]

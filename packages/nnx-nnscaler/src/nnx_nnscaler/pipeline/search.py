@@ -42,7 +42,7 @@ _ROUNDS = 4
 
 
 class PipelineOptions(NamedTuple):
-    """What the user asks of a pipeline.
+    """The user's request for a pipeline.
 
     Attributes:
         arrangement: The stages of each rank along the pipe.
@@ -82,7 +82,7 @@ def plan_pipeline(
         constraints: The strategies by which ranks split operators within stages, by names of modules.
         memory_limit: Bytes that each rank may use.
         units: The number of units that share the work.
-        zero: True if units keep states in parts.
+        zero: True if units shard model states.
 
     Raises:
         PlanError: The model cannot be cut so, or not into so little memory, or the batch not into so many
@@ -243,7 +243,7 @@ class _Search:
         )
 
     def _limits(self, before: PipelinePlan | None) -> list[int | None]:
-        """What stages may take as programs of their own, if they took too much before."""
+        """Return the limits of stages as programs of their own, if they took too much before."""
         arrangement = self._options.arrangement
         limits: list[int | None] = [None] * arrangement.stages
         if before is not None and self._limit is not None:

@@ -30,7 +30,7 @@ class Stage:
     Attributes:
         number: Its place in the pipeline.
         graph: The graph that it computes, whose outputs are a tuple of values.
-        arguments: Names of what it is called with: inputs of the model, and values that other stages give.
+        arguments: Names of its inputs: inputs of the model, and values of other stages.
         gives: Names of the values that it returns.
         writes: Fully qualified names of the buffers that it writes.
     """

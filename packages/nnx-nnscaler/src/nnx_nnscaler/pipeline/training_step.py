@@ -49,7 +49,7 @@ class TrainingStep(nn.Module):
         self._forwards = forwards
 
     def forward(self, *batch: Any) -> dict[str, Any]:
-        """The loss, what the step returns, and what it logs."""
+        """The loss, the result of the step, and its logged values."""
         module: Any = self.module
         refuse_effects(self, of=type(module))
         logged: list[dict[str, Any]] = []
@@ -76,7 +76,7 @@ def _refusing(what: str) -> Callable[..., NoReturn]:
 
 
 def _recorder(module: Any, logged: list[dict[str, Any]]) -> Callable[..., None]:
-    """What stands for ``self.log`` in a trace."""
+    """The stand-in for ``self.log`` in a trace."""
     signature = inspect.signature(module.log)
     if not type(module).log.__module__.startswith(("lightning.", "pytorch_lightning.")):
         raise Refusal("it has a `log` of its own")
@@ -132,7 +132,7 @@ class StepForm(PipelineForm):
 
 
 def layout_for(root: TrainingStep, forwards: Programs) -> tuple[str, FixedLayout]:
-    """What names of submodules begin with in a step, and how parameters lie by their names there."""
+    """Return the prefix of submodule names in a step, and the layouts of parameters by their names there."""
     prefix = next(name for name, module in root.named_modules() if module is forwards.root)
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     own = dict(forwards.root.named_parameters(remove_duplicate=False))
@@ -154,7 +154,7 @@ class Steps:
         self.programs = programs
 
     def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """What a step returns; with the program for it, if there can be one."""
+        """Run a step, by its program if there can be one, and return its result."""
         root = self.programs.root
         module: Any = root.module
         own = getattr(step, "__func__", None) is getattr(type(module), "training_step", _UNSEEN)

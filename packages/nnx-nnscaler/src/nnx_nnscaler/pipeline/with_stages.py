@@ -51,7 +51,7 @@ def with_stages(
         constraints: The strategies by which ranks split operators within stages, by names of modules.
         memory_limit: Bytes that each rank may use.
         units: The number of units that share the work.
-        zero: True if units keep states in parts.
+        zero: True if units shard model states.
 
     Raises:
         PlanError: Neither fits into the memory.
@@ -113,7 +113,7 @@ def _best(
 
 
 def _least_seconds(prepared: Prepared, prices: StageCosts, options: PipelineOptions) -> float:
-    """What a pipeline takes if its messages, and those within stages, take no time."""
+    """Return the time of a pipeline without communication."""
     ranks = options.arrangement.ranks
     count = next(possible_counts(prepared.cut, traced_sizes(prepared.graph), PER_RANK * ranks))
     seconds = (prices.seconds - prices.calls) / options.inner + count * prices.calls

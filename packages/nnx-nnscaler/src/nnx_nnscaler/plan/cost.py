@@ -47,7 +47,7 @@ class Stored(NamedTuple):
 
 
 class Price(NamedTuple):
-    """What something costs on one rank.
+    """A cost on one rank.
 
     Attributes:
         compute: Seconds of computation, forward and backward.
@@ -94,7 +94,7 @@ class CostModel:
             graph: The graph that runs.
             size: Ranks of one unit.
             units: The number of units that share the work, each with its own batch.
-            zero: True if the units keep parameters, gradients and optimizer state in parts.
+            zero: True if the units shard parameters, gradients and optimizer state.
         """
         return Prices(self, graph, size=size, units=units, zero=zero)
 
@@ -128,7 +128,7 @@ class Prices:
         return Local(placement.local_shape(meta.hints, self.size), meta.dtype, meta.differentiable)
 
     def operator(self, op: Op, strategy: Strategy) -> Price:
-        """What one rank spends on an operator."""
+        """Return one rank's cost of an operator."""
         inputs, outputs = self.locals_of(op, strategy)
         whole = sum(self.local(meta, R).numel for meta in outputs_of(op))
         forward, backward = work_of(op, inputs, outputs, whole=whole)
@@ -157,7 +157,7 @@ class Prices:
         return Price(0.0, self._link.seconds(kind, whole, self.size), whole)
 
     def saved(self, op: Op, strategy: Strategy) -> Saved:
-        """What autograd keeps of an operator; nothing where no backward pass follows.
+        """Return autograd's saved bytes of an operator; zero if no backward pass follows.
 
         Of a submodule that is recomputed, what comes into it.
         """
@@ -169,11 +169,11 @@ class Prices:
         return Saved(tuple(at for at in saved.operands if self.recomputed.get(names[at]) != owner))
 
     def saved_in_backward(self, op: Op, strategy: Strategy) -> Saved:
-        """As `saved`; of a submodule that is recomputed, what is kept once it has been."""
+        """As `saved`; of a recomputed submodule, the bytes saved after its recomputation."""
         return saved_by(op, *self.locals_of(op, strategy)) if self.backward else Saved()
 
     def conversion(self, meta: TensorMeta, source: Placement, use: Use, *, again: bool = False) -> Price:
-        """What it costs to turn a value into what a consumer wants, there and back.
+        """Return the cost of converting a value for a consumer, forward and backward.
 
         Args:
             meta: The value.
@@ -200,7 +200,7 @@ class Prices:
         return price.plus(function).plus(self._change(change.backward, meta, groups=groups))
 
     def synchronized(self, meta: TensorMeta, target: Placement) -> Price:
-        """What it costs to use a synchronized parameter where the gradient handed back is not partial.
+        """Return the cost of a synchronized parameter's use with a gradient that is not partial.
 
         A replicated operator's gradient is divided by the ranks, that of a part is padded to the whole.
         """
@@ -221,7 +221,7 @@ class Prices:
         return self._collective(kind, whole)
 
     def parameter(self, meta: TensorMeta, stored: Stored) -> Price:
-        """What it costs to reduce a parameter's gradient and to update it."""
+        """Return the cost of reducing a parameter's gradient and updating it."""
         if not (self.backward and meta.differentiable):
             return Price()
         local = self.local(meta, stored.placement)
@@ -254,14 +254,14 @@ class Prices:
 
     @cached_property
     def synchronization(self) -> Price:
-        """What the first synchronized parameter costs: the start of a reduction that nothing else needs."""
+        """Return the cost of the first synchronized parameter: the start of a reduction."""
         if self.units > 1 or not self.backward:
             return Price()
         return self._start(("all_reduce",), self.size)
 
     @cached_property
     def standing(self) -> Price:
-        """What a step costs whatever is chosen: the start of the reduction over units."""
+        """Return the fixed cost of a step: the start of the reduction over units."""
         if self.units == 1 or not self.backward:
             return Price()
         kinds: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce")

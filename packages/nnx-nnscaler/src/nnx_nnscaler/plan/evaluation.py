@@ -1,4 +1,4 @@
-"""What a whole plan costs: seconds of every operator, conversion and parameter of it, and its peak of memory.
+"""Evaluate a complete plan: seconds of its operators, conversions and parameters, and its peak memory.
 
 The solver's objective is the sum of seconds. Nothing is chosen here.
 """
@@ -43,7 +43,7 @@ class Changed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a plan costs on one rank.
+    """The cost of a plan on one rank.
 
     Attributes:
         operators: Price of every operator.
@@ -61,7 +61,7 @@ class Evaluation:
 def price_of_change(
     prices: Prices, name: str, stored: Stored | None, source: Placement, use: Use
 ) -> Price | None:
-    """What a use of a value costs; None where it is impossible.
+    """Return the cost of a use of a value; None if it is impossible.
 
     Args:
         prices: Prices of the graph.
@@ -109,7 +109,7 @@ def _of_value(
 
 
 def price_of_value(flow: Flow, assignment: Assignment, prices: Prices, name: str) -> Price:
-    """What all conversions of one value cost.
+    """Return the cost of all conversions of one value.
 
     Raises:
         ValueError: A consumer wants what nothing converts into.
@@ -122,7 +122,7 @@ def price_of_value(flow: Flow, assignment: Assignment, prices: Prices, name: str
 
 
 def evaluate(flow: Flow, assignment: Assignment, prices: Prices) -> Evaluation:
-    """What a plan costs."""
+    """Return the cost of a plan."""
     operators = {name: prices.operator(op, assignment.choices[name]) for name, op in flow.ops.items()}
     conversions = tuple(conversions_of(flow, assignment, prices))
     parameters = {

@@ -44,7 +44,7 @@ _SCALAR = 8.0
 def extra_work(
     op: Op, strategy: Strategy, inputs: Sequence[Local], outputs: Sequence[Local], *, size: int
 ) -> _Both:
-    """What comes on top of an operator in the forward and in the backward pass.
+    """The additional work of an operator in the forward and in the backward pass.
 
     Args:
         op: The operator.

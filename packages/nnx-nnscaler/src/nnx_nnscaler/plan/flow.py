@@ -100,7 +100,7 @@ class Flow:
         return found
 
     def storage(self, name: str) -> str:
-        """The value whose memory a value shares: through views and picks to what was computed."""
+        """Return the computed value whose memory a value shares, through views and picks."""
         while True:
             source = self.source(name)
             op = self.ops.get(source.name)
@@ -112,7 +112,7 @@ class Flow:
             name = operands[0]
 
     def layers(self) -> dict[str, tuple[str, ...]]:
-        """For every operator, what it has in common with its twins in other layers of a stack."""
+        """Return, for every operator, the key that it shares with its twins in other layers of a stack."""
         starred = _Stars({op.module for op in self.ops.values()})
         count: Counter[str] = Counter()
         keys: dict[str, tuple[str, ...]] = {}
@@ -123,7 +123,7 @@ class Flow:
         return keys
 
     def parameter_layers(self) -> dict[str, tuple[str, ...]]:
-        """For every parameter, what it has in common with its twins in other layers of a stack."""
+        """Return, for every parameter, the key that it shares with its twins in other layers of a stack."""
         starred = _Stars({op.module for op in self.ops.values()})
         return {
             name: (starred(fqn), repr(self.graph.metas[name])) for name, fqn in self.graph.parameters.items()

@@ -1,6 +1,6 @@
 """Plan two mesh dims at once: how many ranks make a unit, and whether units shard parameters.
 
-Every unit works on a batch of its own, so what is compared is the time for one batch of all units
+Every unit works on its own batch, so plans are compared by the time for one batch of all units
 together.
 """
 
@@ -25,7 +25,7 @@ class MeshPlan:
 
     Attributes:
         units: Number of units.
-        zero: True if they store parameters, gradients and optimizer state in parts.
+        zero: True if they shard parameters, gradients and optimizer state.
         program: The plan inside a unit.
     """
 
@@ -41,7 +41,7 @@ class MeshPlan:
 
 @dataclass(frozen=True, slots=True)
 class MeshSearch:
-    """What was found.
+    """The result.
 
     Attributes:
         best: The plan with the least time for one batch.
@@ -71,13 +71,13 @@ def plan_mesh(
     Args:
         graph: The forward for the batch of one unit.
         world_size: All ranks.
-        policy: The same as for `plan_program`.
-        costs: The same as for `plan_program`; the profile should have figures for links across nodes.
+        policy: As for `plan_program`.
+        costs: As for `plan_program`; the profile should have figures for links across nodes.
         sizes: Ranks of a unit that are tried; by default the powers of two up to 128 that divide the world.
         zero: True to try ZeRO off, on, or both.
-        constraints: The same as for `plan_program`.
+        constraints: As for `plan_program`.
         memory_limit: Bytes of each rank; by default what the hardware's profile says, if it does.
-        strategies_of: The same as for `plan_program`.
+        strategies_of: As for `plan_program`.
 
     Raises:
         PlanError: A size does not divide the world, or no plan fits into the memory.

@@ -1,4 +1,4 @@
-"""Peak memory of a plan on one rank: what is alive at every moment of a step.
+"""Peak memory of a plan on one rank: the live tensors at every moment of a step.
 
 The solver counts what lasts and what autograd keeps, which is linear in its choices; this walk through
 the step, there and back, is what a limit is finally held against.
@@ -86,7 +86,7 @@ class _Step:
         self._last = last
 
     def _tensors(self, index: int) -> tuple[list[_Tensor], list[_Tensor], set[_Tensor], int]:
-        """What an operator uses and makes (conversions included), what is kept of it, and further bytes."""
+        """Return an operator's inputs and outputs, with conversions, its saved tensors, and further bytes."""
         op, flow = self._ops[index], self._flow
         strategy = self._assignment.choices[op.name]
         saved = self._prices.saved(op, strategy)
@@ -115,7 +115,7 @@ class _Step:
         return used, made, kept, saved.more
 
     def _count_recomputed(self, op: Op, strategy: Strategy, saved: Saved) -> None:
-        """What is alive besides while the backward pass of a recomputed submodule runs."""
+        """Return the additional live bytes of the backward pass of a recomputed submodule."""
         owner = self._prices.recomputed.get(op.name)
         if owner is None:
             return
@@ -172,7 +172,7 @@ class _Step:
         return peak
 
     def backward(self, *, of_parameters: bool = True) -> int:
-        """Peak of the backward pass: what is still kept, and the gradients that are alive.
+        """Return the peak of the backward pass: saved tensors, and live gradients.
 
         Args:
             of_parameters: False to leave out gradients of parameters.

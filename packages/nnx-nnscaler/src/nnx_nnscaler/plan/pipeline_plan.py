@@ -1,4 +1,4 @@
-"""What planning decides about a pipeline, as data and as text."""
+"""The plan of a pipeline, as data and as text."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class PipelinePlan:
 
     @property
     def choices(self) -> Mapping[str, Strategy]:
-        """Strategy of every operator, by its name, in whatever stage."""
+        """Strategy of every operator, by its name, in all stages."""
         return {name: one for stage in self.stages for name, one in stage.choices.items()}
 
     @property

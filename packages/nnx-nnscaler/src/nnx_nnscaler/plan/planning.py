@@ -58,12 +58,12 @@ def plan_program(
         constraints: Module or parameter pattern to strategy name, on top of the policy.
         memory_limit: Bytes that each rank may use.
         units: The number of units that share the work, each with a batch of its own.
-        zero: True if the units keep parameters, gradients and optimizer state in parts.
+        zero: True if the units shard parameters, gradients and optimizer state.
         strategies_of: The source of strategies; the registry of rules by default.
 
     Raises:
         OptionError: There is no such policy.
-        PlanError: The policy or a constraint asks for what is not possible, or no plan fits into the memory.
+        PlanError: The policy or a constraint asks for the impossible, or no plan fits into the memory.
         UnsupportedError: The policy plans pipelines.
     """
     name, narrow = policy_of(policy)
@@ -133,7 +133,7 @@ def _keep_layout(
 
 
 class _Limits:
-    """What a message about memory needs to know."""
+    """The facts for a message about memory."""
 
     def __init__(self, policy: str, *, units: int, zero: bool) -> None:
         self.policy = policy
@@ -277,7 +277,7 @@ def _symbolic(meta: TensorMeta, placement: Placement, size: int) -> Iterator[tup
 
 
 def assignment_of(graph: Graph, plan: ProgramPlan) -> Assignment:
-    """What a plan chose, for evaluating it again.
+    """Return the choices of a plan, to evaluate it again.
 
     Args:
         graph: The graph that it was made for.

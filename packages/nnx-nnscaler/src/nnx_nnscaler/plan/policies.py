@@ -1,7 +1,7 @@
 """Policies, and the context that they work on.
 
 Every operator's ways of being split, which a policy narrows down in place (`pin`, `only`, `store`); it may
-also return the strategy of some operators itself, by name. What it leaves open is solved.
+also return the strategy of some operators itself, by name. The solver decides the others.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class PolicyContext:
         )
 
     def splits_parameter(self, op: Op, strategy: Strategy) -> bool:
-        """Return True if a parameter is used in parts."""
+        """Return True if a parameter is used sharded."""
         operands = zip(op.operands(), strategy.inputs, strict=True)
         return any(placement.is_shard for name, placement in operands if name in self.graph.parameters)
 
@@ -190,7 +190,7 @@ class PolicyContext:
             self.strategies[name] = tuple(known)
 
     def choices(self) -> Choices:
-        """What is left to choose."""
+        """The open choices."""
         return Choices(self.strategies, self.stored)
 
 
@@ -199,7 +199,7 @@ Policy = Callable[[PolicyContext], "Mapping[str, Any] | None"]
 
 
 def largest_part(meta: TensorMeta, size: int) -> Placement | None:
-    """The first dim that can be cut evenly: how a parameter is stored in parts that nobody uses as such."""
+    """Return the first dim that splits evenly: the layout of a sharded parameter that is used unsharded."""
     return next((S(dim) for dim in range(len(meta.shape)) if S(dim).fits(meta.hints, size)), None)
 
 
@@ -233,7 +233,7 @@ def data(context: PolicyContext) -> None:
 
 
 def zero(context: PolicyContext) -> None:
-    """As `data`, with every parameter stored in parts that are gathered for use, where its shape allows."""
+    """As `data`, with every parameter sharded and gathered for use, if its shape allows."""
     data(context)
     for name in context.stored:
         part = largest_part(context.graph.metas[name], context.size)
@@ -242,7 +242,7 @@ def zero(context: PolicyContext) -> None:
 
 
 def tp(context: PolicyContext) -> None:
-    """The batch is never split; every weight that can be used in parts is, and is stored so."""
+    """Split no batch; split and shard every weight that can be used sharded."""
     for op in context.flow.ops.values():
         context.only(op, lambda op, one: not context.splits_batch(op, one))
         weights = [name for name in op.operands() if _is_weight(context, name)]

@@ -59,7 +59,7 @@ class Arrangement(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What a rank does next.
+    """The next action of a rank.
 
     Attributes:
         kind: ``"F"`` forward, ``"B"`` backward, or of that ``"I"`` gradients of inputs, ``"W"`` of weights.
@@ -76,7 +76,7 @@ class Action(NamedTuple):
 def actions(
     schedule: str, ranks: int, stages: int, microbatches: int
 ) -> tuple[tuple[Action, ...], ...] | None:
-    """What each rank does, in order; None where the schedule does not take that many microbatches.
+    """Return each rank's actions, in order; None if the schedule does not take that many microbatches.
 
     Args:
         schedule: A name of `nnx_nnscaler.options.SCHEDULES`.
@@ -123,7 +123,7 @@ _SIMPLE = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
 
 
 def order(schedule: str, arrangement: Arrangement, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """What each rank along the pipe does, one action after another.
+    """Return the actions of each rank along the pipe, in order.
 
     Args:
         schedule: A name of `nnx_nnscaler.options.SCHEDULES`.
@@ -204,7 +204,7 @@ def simulate(
 
 
 def _result(action: Action) -> tuple[str, int, int]:
-    """What others wait for: it is the same whether gradients of weights are computed at once or later."""
+    """Return the awaited action: it is the same if gradients of weights are computed at once or later."""
     kind, stage, index = action
     return BACKWARD if kind == INPUTS else kind, stage, index
 

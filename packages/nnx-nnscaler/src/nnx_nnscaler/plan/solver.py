@@ -29,7 +29,7 @@ from nnx_nnscaler.plan.flow import Assignment, Flow
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What a plan may choose from.
+    """The choices of a plan.
 
     Attributes:
         strategies: The strategies of every operator, by name.
@@ -62,7 +62,7 @@ class Edge(NamedTuple):
     """Values of one kind that flow to one operand of one kind of operator.
 
     Attributes:
-        source: Index of the node that makes them; -1 for what is replicated anyway.
+        source: Index of the node that makes them; -1 for replicated values.
         position: The number of its result.
         target: Index of the node that uses them; -1 for the forward's result.
         operand: The number of its operand.
@@ -219,7 +219,7 @@ class Program:
     """The program of one folded problem.
 
     Args:
-        problem: The problem, which says what is chosen.
+        problem: The problem with its choices.
         prices: The costs of it.
         memory: True if memory is counted, for a limit or as the objective.
     """
@@ -338,7 +338,7 @@ class Program:
                 self._rows.add([(paid, 1.0), (flow, -1.0)], low=0, high=np.inf)
 
     def _add_saved(self) -> None:
-        """What autograd keeps: each tensor once, however many operators keep it."""
+        """Return autograd's saved tensors: each once, for any number of operators that save it."""
         groups: dict[tuple[int | str, tuple[tuple[int, int], ...]], list[str]] = {}
         for storage, where in self._savers().items():
             kept = self._problem.node_of.get(self._problem.flow.source(storage).name, storage)

@@ -92,7 +92,7 @@ class Local(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What an operator does in one direction.
+    """The work of an operator in one direction.
 
     Attributes:
         flops: Operations of matrix products.
@@ -109,7 +109,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What autograd keeps of an operator.
+    """The tensors that autograd saves of an operator.
 
     Attributes:
         operands: Positions of the operands that are kept.
@@ -134,7 +134,7 @@ def bytes_of(dtype: str) -> int:
 
 
 def work_of(op: Op, inputs: Sequence[Local], outputs: Sequence[Local], *, whole: int) -> tuple[Work, Work]:
-    """What the forward and the backward pass of an operator do on one rank.
+    """Return the work of an operator's forward and backward pass on one rank.
 
     Args:
         op: The operator.
@@ -188,7 +188,7 @@ def _flops(name: str, inputs: Sequence[Local], outputs: Sequence[Local]) -> floa
 
 
 def saved_by(op: Op, inputs: Sequence[Local], outputs: Sequence[Local]) -> Saved:
-    """What autograd keeps of an operator on one rank; nothing where no operand is followed."""
+    """Return autograd's saved tensors of an operator on one rank; none if no operand is followed."""
     name = base_name(op)
     followed = [position for position, local in enumerate(inputs) if local.differentiable]
     if not followed or name in _SAVES_NOTHING:

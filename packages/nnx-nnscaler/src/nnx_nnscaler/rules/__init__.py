@@ -1,1 +1,1 @@
-"""What is known of single operators: how they can be split, and how they are written then."""
+"""Rules of single operators: their splits, and the code for each split."""

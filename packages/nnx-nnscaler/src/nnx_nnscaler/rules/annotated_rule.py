@@ -72,7 +72,7 @@ class AnnotatedRule(Rule):
         return found
 
     def _try(self, op: Op, metas: Sequence[TensorMeta], strategies: Sequence[Strategy], size: int) -> None:
-        """Run what is proposed on made-up data.
+        """Run the proposed strategies on synthetic data.
 
         Raises:
             AnnotationError: A strategy gives something else than the whole operator.

@@ -60,12 +60,12 @@ class Elementwise(Rule):
         return call.tensors()
 
     def partial(self, call: Call) -> list[Strategy]:
-        """Strategies on partial sums: none, for what is not linear."""
+        """Strategies on partial sums: none, as the operator is not linear."""
         return []
 
 
 class _Linear(Elementwise):
-    """What maps a sum to the sum of its results: partial sums pass through."""
+    """Linear operators: partial sums pass through."""
 
     def partial(self, call: Call) -> list[Strategy]:
         return partial_strategy(call, ["self"])
@@ -406,7 +406,7 @@ class _ClassLoss(Rule):
     """A loss of scores over classes: ``(N, C, ...)`` against ``(N, ...)``.
 
     Args:
-        mean: The runtime's function for a mean over samples in parts, of which unlike many may count.
+        mean: The runtime's function for a mean over sharded samples, with different counts per shard.
     """
 
     def __init__(self, mean: str) -> None:

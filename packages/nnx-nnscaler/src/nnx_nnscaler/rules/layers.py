@@ -30,7 +30,7 @@ SUMMED = "row"
 
 
 class _MatrixProduct(Rule):
-    """What all matrix products share.
+    """The common rule of matrix products.
 
     Attributes:
         addend: Name of the argument that is added to the product: of partial sums, one contains it.
@@ -339,7 +339,7 @@ class GridSampleRule(Rule):
 
 
 def _dim_name(dim: int, leading: int) -> str:
-    """What the dims before the spatial ones are called, counted from them."""
+    """Return the names of the dims before the spatial ones, counted from them."""
     return {1: "channels", 2: "batch"}.get(leading - dim, f"dim{dim}")
 
 

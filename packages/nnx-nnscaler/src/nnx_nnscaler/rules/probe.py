@@ -1,8 +1,8 @@
 """Strategies found by trying, for operators that no rule knows: evidence on made-up data, not a proof.
 
-Owns what may be tried, on which sizes, and how much of it. Never tries what is random, changes its operands,
-or takes sizes as arguments, and never proposes partial sums as operands: whether an operator is linear
-everywhere cannot be seen at a few points.
+Decides which operators are probed, on which sizes, and how often. Never probes operators that are random,
+change operands, or take sizes as arguments. Never proposes partial sums as operands, because a few points
+cannot show that an operator is linear.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def cache_dir() -> Path:
 
 
 def load(key: Mapping[str, Any]) -> list[Strategy] | None:
-    """What was found for this call; None if nothing was kept, or nothing that can be read."""
+    """Return the stored result for this call; None if there is none that can be read."""
     kept = read_json(_path(key))
     try:
         if kept["format"] != _FORMAT or kept["call"] != json.loads(json.dumps(key)):
@@ -60,7 +60,7 @@ def load(key: Mapping[str, Any]) -> list[Strategy] | None:
 
 
 def store(key: Mapping[str, Any], strategies: list[Strategy]) -> None:
-    """Keep what was found for this call."""
+    """Store the result for this call."""
     kept = {
         "format": _FORMAT,
         "call": key,
@@ -123,7 +123,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def discover(op: Op, graph: Graph, size: int) -> list[Strategy]:
-    """The strategies in which the operator itself, run on parts, gives parts of what it gives on the whole.
+    """Return the strategies in which the operator on shards gives shards of its unsharded result.
 
     Args:
         op: An operator without a rule.
@@ -178,7 +178,7 @@ def _is_internal(target: str) -> bool:
 
 
 def _known(key: dict[str, object], op: Op, metas: Sequence[TensorMeta], run: Run) -> list[Strategy]:
-    """What was found before, in this process or another, or is found now."""
+    """Return an earlier result, of this process or another, or probe now."""
     text = repr(key)
     if text not in _found:
         own = not op.target.startswith("aten.")  # its code may change while its name stays
@@ -192,7 +192,7 @@ def _known(key: dict[str, object], op: Op, metas: Sequence[TensorMeta], run: Run
 
 
 def _tried(op: Op, metas: Sequence[TensorMeta], run: Run) -> list[Strategy]:
-    """What is found; nothing if the operator takes it badly, whatever it raises."""
+    """Return the results; none if the operator raises."""
     try:
         return _searched(op, metas, run)
     except Exception:  # sparse results, kernels of somebody's own: such an operator stays whole
@@ -333,7 +333,7 @@ def _keeps_shapes(
 
 
 def _key(op: Op, metas: Sequence[TensorMeta]) -> dict[str, object]:
-    """What the outcome depends on: the operator, its other arguments, and its operands' shapes as tried."""
+    """Return the key of an outcome: the operator, its other arguments, and its operands' shapes as probed."""
     return {
         "operator": op.target,
         "arguments": {name: repr(argument) for name, argument in bound(op).items()},

@@ -30,7 +30,7 @@ def register_op(
 ) -> Callable[[_Registered], _Registered]:
     """Tell how a function of yours, or an operator that exists, can be split over ranks.
 
-    A decorated function becomes one operator of traced models, so its body may hold what cannot be traced;
+    A decorated function becomes one operator of traced models, so its body may be untraceable;
     its gradient is its body's, its attribute `operator` the torch operator. Arguments that are no tensors
     need a type annotation or a default. It must return new tensors and leave its operands alone. ::
 

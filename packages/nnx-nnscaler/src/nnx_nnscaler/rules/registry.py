@@ -25,7 +25,7 @@ Discovery = Callable[[Op, Graph, int], list[Strategy]]
 
 
 class _Plain(Rule):
-    """What is left for an operator without a rule."""
+    """The fallback for an operator without a rule."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         return [strategy for find in _DISCOVERIES for strategy in find(op, graph, size)]
@@ -91,7 +91,7 @@ def _known(op: Op, graph: Graph, size: int) -> list[Strategy]:
 
 
 def _likeness(op: Op, graph: Graph, size: int) -> Hashable:
-    """What strategies depend on: everything but names."""
+    """Return the key that strategies depend on: everything but names."""
     names = list(dict.fromkeys(op.operands()))
     cuts = tuple(grouped_cuts(graph, size, value) for value in (*input_values(op), *output_values(op)))
     metas = () if op.target == "getitem" else tuple(graph.meta(name) for name in names)
@@ -116,7 +116,7 @@ def _without_names(argument: Argument, names: list[str]) -> Hashable:
 
 
 def _usable(op: Op, graph: Graph, size: int) -> list[Strategy]:
-    """What the rule proposes and can be used."""
+    """Return the usable strategies of the rule."""
     if op.target == "module" or is_in_place(op):
         return []
     plain = replicate(op)
@@ -180,7 +180,7 @@ def unsupported_operators(graph: Graph, size: int) -> dict[str, list[str]]:
 
 
 def unsupported_message(graph: Graph, size: int) -> str:
-    """What to tell the user about them; empty if there are none."""
+    """Return the note for the user about them; empty if there are none."""
     found = unsupported_operators(graph, size)
     if not found:
         return ""

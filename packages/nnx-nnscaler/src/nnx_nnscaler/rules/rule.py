@@ -18,7 +18,7 @@ from nnx_nnscaler.ir.placement import P, Placement, R, S, Strategy
 
 
 class Writer(Protocol):
-    """What a rule needs to write a call; `codegen` provides it.
+    """The interface with which a rule writes a call; `codegen` provides it.
 
     Attributes:
         size: Ranks of the unit.
@@ -65,7 +65,7 @@ class Rule(ABC):
 
 
 def outputs_of(op: Op) -> tuple[TensorMeta, ...]:
-    """Metas of the tensors that an operator makes; what is None among several results is left out."""
+    """Return the metas of an operator's results; None among several results is left out."""
     if op.output is None:
         return ()
     if isinstance(op.output, TensorMeta):
@@ -349,7 +349,7 @@ _Found = dict[str, set[tuple[int, int]]]
 
 
 def input_values(op: Op) -> list[str]:
-    """A name for every operand, in order; one of several results is told by its index."""
+    """Return a name for every operand, in order; one of several results has its index."""
     if op.target == "getitem":
         return [f"{op.args[0].name}[{op.args[1]}]"]
     return op.operands()
@@ -379,7 +379,7 @@ def spread_groups(graph: Graph, size: int, strategies_of: Callable[[Op], list[St
     Args:
         graph: The graph.
         size: Ranks of the unit.
-        strategies_of: The strategies of an operator, which use what was found so far.
+        strategies_of: The strategies of an operator, which use earlier results.
     """
     key, stamp = ("groups", size), ("groups of", size)
     if graph.derived.get(stamp) == len(graph.ops):

@@ -40,7 +40,7 @@ class _Side(NamedTuple):
 
 
 class Reshape(Rule):
-    """Another shape, whatever the operator is called.
+    """Another shape, by any reshaping operator.
 
     Dims before and after fall into blocks of equal size. Within a block, a cut is told by how many equal
     parts the elements fall into before each is cut: of ``S(d, groups)``, the product of the sizes before
@@ -288,7 +288,7 @@ class _Expand(Rule):
 
 
 class _AlongDim(_View):
-    """What works along one dim and leaves all others as they are."""
+    """Operators along one dim that leave all others unchanged."""
 
     def labels(self, call: Call) -> tuple[Labels, Labels] | None:
         after = dim_labels(call, call.output.shape)

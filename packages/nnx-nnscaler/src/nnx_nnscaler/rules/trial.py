@@ -65,7 +65,7 @@ def draw(
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What an operator makes of whole operands, to hold parts against.
+    """The results of an operator on unsharded operands, to compare shards with.
 
     Attributes:
         operands: The whole operands.
@@ -81,7 +81,7 @@ class Trial:
 
     @classmethod
     def of(cls, run: Run, operands: Sequence[Tensor], generator: torch.Generator) -> Trial:
-        """Run the operator on whole operands. What it raises is passed on."""
+        """Run the operator on unsharded operands. Its errors are raised."""
         leaves, results = _forward(run, operands)
         cotangents = tuple(
             torch.randn(result.shape, dtype=result.dtype, generator=generator)
@@ -207,7 +207,7 @@ def _joined(parts: Sequence[Tensor], placement: Placement) -> Tensor:
 
 
 def _gathered(parts: Sequence[Any], placement: Placement) -> list[Tensor]:
-    """What has to equal the whole gradient: a summand's is complete on every rank, a replica's is partial."""
+    """Return the gradient to compare: a summand's is complete on every rank, a replica's is partial."""
     if placement.kind == "P":
         return list(parts)
     if placement.kind == "R":
@@ -254,7 +254,7 @@ def _value(argument: Argument, operands: Iterator[Tensor]) -> Any:
 
 
 def _named(text: str) -> Any:
-    """What ``torch.float32`` and the like name, and numbers; None for any other code."""
+    """Evaluate ``torch.float32`` and the like, and numbers; None for any other code."""
     if text.isdigit():
         return int(text)
     prefix, _, name = text.rpartition(".")

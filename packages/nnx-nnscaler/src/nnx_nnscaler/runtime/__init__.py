@@ -1,1 +1,1 @@
-"""What emitted programs run on: collectives with gradients, parameters in shards, gradient reduction."""
+"""The runtime of generated programs: collectives with gradients, sharded parameters, gradient reduction."""

@@ -79,7 +79,7 @@ class Bucket(ABC):
         """The gradient of a member is complete."""
 
     def fault_of_late(self, index: int) -> Exception | None:
-        """What is wrong with a gradient that comes again after its bucket has left; None if nothing."""
+        """Return the fault of a gradient that comes after its bucket was sent; None if there is none."""
         return None
 
     @abstractmethod
@@ -120,7 +120,7 @@ class GradientBucket(Bucket):
     After a pass the gradients are views of the buffer, which saves copying them back. It is used again only
     if nobody else looks at it.
 
-    Who has no gradient sends -0.0, and who has one sends anything else as its first element. A sum of zeros
+    A rank without a gradient sends -0.0, and one with a gradient any other first element. A sum of zeros
     is -0.0 only if all of them are, so ranks see whether a parameter was used anywhere without asking.
 
     Args:
@@ -272,7 +272,7 @@ def views_like(buffer: Tensor, tensors: Mapping[int, Tensor]) -> dict[int, Tenso
 
 
 def _fills_its_storage(tensor: Tensor) -> bool:
-    """Return True if elements lie without gap or overlap, in whatever order of the dims."""
+    """Return True if elements lie without gap or overlap, in any order of the dims."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

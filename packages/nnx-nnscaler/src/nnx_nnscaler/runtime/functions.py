@@ -1,4 +1,4 @@
-"""What an emitted program knows as ``rt``: conversions, and operators that differ on a rank's part.
+"""The ``rt`` of a generated program: conversions, and operators that differ on a shard.
 
 The arithmetic is torch's own. An operator adds the share of a mask, count or table that its rank needs.
 """
@@ -164,7 +164,7 @@ def join_parts(parts: Sequence[Tensor], placement: Placement) -> Tensor:
 
 
 def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
-    """The same tensor with a dim cut in two: groups, and what is in each."""
+    """Return the same tensor with a dim cut in two: groups, and positions in a group."""
     shape = tensor.shape
     return tensor.view(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
 
@@ -361,7 +361,7 @@ class Losses(Conversions):
 
 
 class _ClassParts(torch.autograd.Function):
-    """Cross entropy of every sample, with the classes, which are the last dim, in parts."""
+    """Return the cross entropy of every sample, with classes (the last dim) sharded."""
 
     @staticmethod
     def forward(
@@ -413,7 +413,7 @@ def _cross_entropy(
 
 
 def _summand(losses: Tensor, count: Tensor) -> Tensor:
-    """What these samples contribute to the mean over as many as `count` says, in its dtype to add up in."""
+    """Return these samples' contribution to the mean over `count`, in the dtype of the sum."""
     return (losses.sum(dtype=count.dtype) / count).to(losses.dtype)
 
 
@@ -431,7 +431,7 @@ def _exact(like: Tensor) -> torch.dtype:
 
 
 class Functions(Conversions):
-    """Addends, random numbers and tables in parts."""
+    """Addends, random numbers and sharded tables."""
 
     def once(self, tensor: Tensor) -> Tensor:
         """An addend to partial sums: itself on the first rank, zeros on the others."""
@@ -560,7 +560,7 @@ class Runtime(Functions, Losses, Normalization):
 
     @staticmethod
     def item(result: Any, key: str) -> Any:
-        """What a submodule that ran whole returned under a name."""
+        """Return the result of a replicated submodule under a name."""
         return result[key] if isinstance(result, Mapping) else getattr(result, key)
 
     def recomputed(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -164,7 +164,7 @@ class Reducer:
         self._held -= 1
 
     def recover(self) -> None:
-        """After an error in backward: end what was started, and forget it. Cheap if there was none."""
+        """End and forget started reductions, after an error in backward. Cheap if there was none."""
         if self._open is not None:
             with local_mode(), torch.no_grad():
                 self._launch(all_of_them=True)
@@ -174,7 +174,7 @@ class Reducer:
                 self._close()
 
     def _foresee(self, index: int, _: Tensor) -> None:
-        """Autograd is about to add to a gradient: what was summed over the unit before must not be again."""
+        """Prepare for another addition to a gradient, so that nothing is summed over the unit twice."""
         if index in self._complete:
             with local_mode():
                 self._share_out(index)
@@ -217,7 +217,7 @@ class Reducer:
         parameter.grad = sum_of_both
 
     def mark(self, index: int) -> None:
-        """The gradient of a parameter has come; start what can be started."""
+        """Take the gradient of a parameter, and start complete buckets."""
         bucket = self._arrangement.of[index]
         bucket.mark(index)
         bucket.missing.discard(index)
@@ -256,7 +256,7 @@ class Reducer:
             self._next += 1
 
     def _finish(self) -> None:
-        """Fill what is missing, wait for everything and hand the gradients out."""
+        """Fill missing gradients, wait for all reductions and distribute the gradients."""
         buckets = self._open or []
         self._launch(all_of_them=True)
         answer = self._agree_on_use()

@@ -184,7 +184,7 @@ class RowBucket(Bucket):
             part.parameter.data = own
 
     def _place(self, part: RowPart) -> Tensor:
-        """Where a parameter's rows lie in the buffer."""
+        """The position of a parameter's rows in the buffer."""
         shape = part.layout.local_shape
         return self._rows[part.start : part.start + math.prod(shape)].view(shape)
 
@@ -192,7 +192,7 @@ class RowBucket(Bucket):
         """Give every part all its rows. Collective.
 
         Args:
-            reader: Whose rows are asked for. Ranks may ask for those of different parts at once.
+            reader: The owner of the requested rows. Ranks may request rows of different owners at once.
         """
         if self._order is not None:
             self._order.arrive(self._gather_name, cause=f", to read {reader.name}")

@@ -279,7 +279,7 @@ class Builder:
         )
 
     def _filled(self, step: Step, like: Tensor, value: Any) -> Argument:
-        """What a write of one value, or of another tensor, leaves behind."""
+        """Return the value after a write of one value, or of another tensor."""
         source = tensor_of(value)
         number = self._constant_number(value) if isinstance(value, fx.Node) else value
         if number is not None:
@@ -513,7 +513,7 @@ class Sizes:
         return Size(text, found) if text != repr(found) else found
 
     def meta(self, tensor: Tensor, *, differentiable: bool) -> TensorMeta:
-        """What the graph says of a tensor of the trace."""
+        """Return the graph's description of a tensor of the trace."""
         shape: tuple[Dim, ...] = tuple(self.value(dim) for dim in tensor.shape)
         return TensorMeta(shape, str(tensor.dtype).removeprefix("torch."), differentiable)
 

@@ -49,7 +49,7 @@ _EFFECTS = frozenset(["open", "input", "next", "id", "exec", "eval", "breakpoint
 
 
 def refuse_generators(root: nn.Module) -> None:
-    """Refuse a forward that may go on with an iterator, or a generator, that a trace cannot put back.
+    """Refuse a forward that may advance an iterator or a generator that a trace cannot restore.
 
     Args:
         root: The module.
@@ -153,7 +153,7 @@ def _refusal(name: str, what: str) -> Refusal:
 
 
 def _used(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function's code names: globals, what is built in, imports, attributes of the user's modules."""
+    """Return the objects that a function's code names: globals, builtins, imports, module attributes."""
     nothing = object()
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     for code in _codes(function.__code__):

@@ -62,7 +62,7 @@ class SideEffectError(Exception):
 
 @dataclass
 class Exported:
-    """What came out of an export.
+    """The result of an export.
 
     Attributes:
         program: torch's own result.
@@ -109,7 +109,7 @@ def export_forward(
 
     Raises:
         SideEffectError: The forward changed attributes of modules.
-        Exception: Whatever torch or the user's code raised.
+        Exception: Any error of torch or of the user's code.
     """
     gradients = torch.is_grad_enabled()
     exported = Exported(None, inputs, gradients=gradients)  # type: ignore[arg-type] # filled below
@@ -149,7 +149,7 @@ def export_forward(
 
 
 def _enter_guards(stack: ExitStack, module: nn.Module) -> None:
-    """What keeps a trace from leaving marks on the module and the process, and from hiding what it loses."""
+    """Return the contexts that keep a trace from changing module and process, and report losses."""
     for context in (
         state_restored(module),
         forked(),
@@ -229,7 +229,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one call of a submodule returned.
+    """The result of one call of a submodule.
 
     Attributes:
         structure: Its result with Slots for tensors.
@@ -330,7 +330,7 @@ def _call_replaced(fqn: str, module: nn.Module, handler: Handler) -> Iterator[No
 
 
 def recorder(results: dict[str, list[Result]]) -> Handler:
-    """A handler that runs the module and notes what it returns, call by call."""
+    """Return a handler that runs the module and notes its results, call by call."""
 
     def handler(fqn: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = original(*args, **kwargs)

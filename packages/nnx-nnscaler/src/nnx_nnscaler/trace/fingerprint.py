@@ -1,4 +1,4 @@
-"""What decides whether a kept program may be used: code, structure, shapes, and values that are read."""
+"""Fingerprint the facts that a stored program depends on: code, structure, shapes, and values read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def fingerprint(
         module: The root.
         args: Positional arguments of its forward.
         kwargs: Its keyword arguments.
-        deep: False leaves out what is in objects and containers, such as a seed of each rank's own.
+        deep: False leaves out the content of objects and containers, such as a per-rank seed.
 
     Example:
         >>> import torch
@@ -114,12 +114,12 @@ def _attributes(module: nn.Module, names: frozenset[str] | None, *, deep: bool) 
 
 
 def _plain(value: Any) -> str:
-    """A text of what a value has in it; none for what is no value."""
+    """Return a text of a value's content; None if it is no value."""
     return repr(_ordered(_state(value, _digested, [0]))) if _decides(value, is_own=True) else ""
 
 
 def _of_class(cls: type) -> tuple[str, frozenset[str] | None]:
-    """Hash of a class's code and of what it calls, and all names in it; None where some is a library's."""
+    """Hash a class's code and callees, with all names in it; None if some code is a library's."""
     parts: list[str] = []
     names: set[str] = set()
     known = True
@@ -195,7 +195,7 @@ def _ordered(value: Any) -> Any:
 
 
 class _Same:
-    """Equal to what is about the same object alone, which it keeps, so that no other gets its address."""
+    """Equal for the same object only, which it keeps alive, so that no other gets its address."""
 
     __slots__ = ("value", "version")
 
@@ -211,7 +211,7 @@ class _Same:
 
 
 def current(value: Any) -> Any:
-    """What tells a value from others, and from its former self, within this process.
+    """Return a key of a value and its content, within this process.
 
     Raises:
         TypeError: There is too much in it.
@@ -235,7 +235,7 @@ def _current(leaf: Any) -> Any:
 
 
 def _digested(leaf: Any) -> Any:
-    """What tells a value from others in any process."""
+    """Return a key of a value in any process."""
     if isinstance(leaf, Tensor):
         look = (tuple(leaf.shape), str(leaf.dtype))
         if type(leaf) is not Tensor or leaf.is_meta:
@@ -257,7 +257,7 @@ def _bytes(array: Any) -> tuple[Any, ...]:
 
 
 def _state(value: Any, of_leaf: Callable[[Any], Any], count: list[int], depth: int = 0) -> Any:
-    """A value taken apart into what can be compared."""
+    """Take a value apart into comparable pieces."""
     if is_constant(value):
         return type(value), repr(value) if isinstance(value, (float, slice)) else value
     kind, parts = (None, ()) if depth > _DEPTH else _parts(value)
@@ -271,7 +271,7 @@ def _state(value: Any, of_leaf: Callable[[Any], Any], count: list[int], depth: i
 
 
 def _parts(value: Any) -> tuple[Any, Collection[Any]]:
-    """The kind of a value and what is in it; no kind for what is not taken apart."""
+    """Return the kind of a value and its content; no kind if it is not taken apart."""
     for kind in (list, tuple, deque):
         if isinstance(value, kind):
             return kind, value

@@ -1,4 +1,4 @@
-"""`trace_forward`: from a module and a sample to a `Graph`, keeping whole what cannot be traced."""
+"""`trace_forward`: from a module and a sample to a `Graph`, with untraceable submodules kept whole."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def trace_forward(
     Args:
         module: The root; it may be on any device, also on meta, and its parameters in parts. What is not
             whole and on `device` is traced as if it were, without memory; then a submodule that stays whole
-            must return the same shapes whatever the values.
+            must return the same shapes for all values.
         args: A sample's positional arguments.
         kwargs: Its keyword arguments.
         batch_dims: The dims that may have another size at run time: by default dim 0 of every tensor whose
             dim 0 is the most frequent one; None for none.
-        forward: What to call in place of `module.forward`, which may be replaced by then.
+        forward: The function to call in place of `module.forward`, which may be replaced by then.
         device: The device that the module will be on; by default the one that it is on, the CPU for meta.
         strict: True if no submodule may stay whole, and the batch's size has to stay a symbol. Nothing is run
             with values then.

@@ -82,7 +82,7 @@ def read_by_forward(root: nn.Module, *, besides: Collection[str] = ()) -> list[t
 
     Args:
         root: The module.
-        besides: Fully qualified names of submodules that run their own code, whatever their values are.
+        besides: Fully qualified names of submodules that run their own code, for all values.
 
     Example:
         >>> dropout = nn.Dropout(0.1)
@@ -158,7 +158,7 @@ def _reached_in(
 
 
 def _functions_read(cls: type, name: str) -> Iterator[FunctionType]:
-    """What a name stands for on a class, and on its bases if a method of the class calls theirs."""
+    """Return the value of a name on a class, and on its bases if a method of the class calls theirs."""
     for base in cls.__mro__:
         if base in (nn.Module, object):
             return
@@ -191,7 +191,7 @@ def _function_of(member: Any) -> FunctionType | None:
 
 
 def _read_outside(functions: Iterable[FunctionType]) -> Iterator[tuple[Space, str]]:
-    """What the user's functions, and those that they call, read of modules and of enclosing functions."""
+    """Return the reads of modules and enclosing functions by the user's functions and their callees."""
     left, seen = list(functions), set()
     while left:
         function = left.pop()

@@ -76,12 +76,12 @@ class Step:
 
     @property
     def target(self) -> Any:
-        """What is called."""
+        """The function that is called."""
         return self.node.target
 
     @property
     def value(self) -> Any:
-        """What it made for the sample: a fake tensor, a list of them, a number or None."""
+        """Its result for the sample: a fake tensor, a list of them, a number or None."""
         return self.node.meta.get("val")
 
 
@@ -165,7 +165,7 @@ def module_of(node: fx.Node) -> str:
 
 
 def notes_of(step: Step) -> str | None:
-    """What torch noted of where a step was called."""
+    """Torch's note of the place of a step's call."""
     return step.node.meta.get("stack_trace")
 
 
@@ -197,7 +197,7 @@ class UnsupportedViewError(Exception):
 
 
 class Emitter(Protocol):
-    """What is needed of the builder."""
+    """The interface of the builder."""
 
     def emit(self, step: Step, target: str, args: Sequence[Argument], like: Tensor) -> Argument:
         """Add an operator that makes something like a tensor of the trace; `step` is where it comes from."""
@@ -284,7 +284,7 @@ class Views:
         return node
 
     def value(self, node: fx.Node, emitter: Emitter) -> Argument:
-        """What stands for a value now."""
+        """Return the current node of a value."""
         if node in self._stale:
             self._stale.discard(node)
             view = self._views[node]
@@ -483,11 +483,11 @@ def simplified(step: Step) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
 
 
 class Functional(NamedTuple):
-    """What computes the value that a write leaves behind.
+    """Return the operator that computes the value after a write.
 
     Attributes:
         target: The operator.
-        args: Its arguments; the first is what is written into, where the operator takes it.
+        args: Its arguments; the first is the written tensor, if the operator takes it.
         kwargs: Its keyword arguments.
         dtype: The dtype that its result has to be converted to; None where that is what comes out.
     """
@@ -514,7 +514,7 @@ def functional(step: Step) -> Functional:
 
 
 def _converted(step: Step) -> torch.dtype | None:
-    """The dtype of what is written into, where other operands would promote it."""
+    """Return the dtype of the written tensor, if other operands would promote it."""
     own = tensor_of(step.args[0])
     others = [tensor_of(arg) for arg in step.args[1:]]
     differs = any(other is not None and own is not None and other.dtype != own.dtype for other in others)

@@ -366,7 +366,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+')
 
 @dataclass(frozen=True)
 class Blame:
-    """Who is to blame for a failed trace.
+    """The submodule that a failed trace is due to.
 
     Attributes:
         fqn: The innermost submodule that was running; ``""`` is the root.
