@@ -63,23 +63,6 @@ for name in sys.argv[1:]:
     print(f"Trainer(strategy={name!r}) has a {type(trainer.strategy).__name__}")
 """
 """Chooses strategies by their names; nothing of ours is imported by hand."""
-LITE = """
-import torch
-from nnx import Lite
-
-
-class Run(Lite):
-    def run(self):
-        layer = torch.nn.Linear(2, 1)
-        layer, optimizer = self.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
-        self.backward(layer(torch.ones(1, 2)).sum())
-        optimizer.step()
-        return self.global_rank
-
-
-assert Run(accelerator="cpu", devices=1).run() == 0
-"""
-"""A run of `Lite` on one process."""
 LAUNCH = """
 import sys
 from nnx_conformance.subject import Subject
@@ -300,8 +283,6 @@ def isolation(session: nox.Session) -> None:
         names = ask(session, python)
         if plugin in names:
             conform(session, python, names[plugin][0])
-        elif plugin == "nnx-lite":
-            session.run(python, "-I", "-c", LITE, external=True)
         else:
             session.run(python, "-I", "-c", LAUNCH, plugin.removeprefix("nnx-"), external=True)
         if plugin == "nnx-fsdp":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -35,14 +34,6 @@ def test_what_the_core_offers_is_there_without_another_import() -> None:
     assert nnx.strategy is nnx_core.strategy
     assert nnx.checkpoint.save.__module__ == "nnx_checkpoint.loop"
     assert nnx.testing.StrategyConformance is not None
-
-
-def test_lite_says_how_to_install_it_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (nnx, nnx_core):
-        monkeypatch.delitem(vars(module), "Lite", raising=False)
-    monkeypatch.setitem(sys.modules, "nnx_lite", None)
-    with pytest.raises(ModuleNotFoundError, match=r"nnx\.Lite is in nnx-lite.*`pip install nnx-lite`"):
-        _ = nnx.Lite
 
 
 def test_a_name_that_never_was_is_an_error() -> None:

@@ -25,8 +25,8 @@ _HOME = {
     "RandomState": "nnx_core.random_state",
     "load_from_checkpoint": "nnx_core.lightning.loading",
     "compare_ranks": "nnx_core.lightning.callbacks",
-    "Lite": "nnx_lite",
-    "LightningLite": "nnx_lite",
+    "Lite": "nnx_core.lite",
+    "LightningLite": "nnx_core.lite",
     "NnxError": "nnx_core.errors",
     "CheckpointError": "nnx_core.errors",
     "OptionError": "nnx_core.errors",
@@ -48,17 +48,7 @@ def __getattr__(name: str) -> Any:
         return version("nnx-core")
     if name not in _HOME:
         raise AttributeError(f"module 'nnx_core' has no attribute {name!r}")
-    try:
-        home = importlib.import_module(_HOME[name])
-    except ModuleNotFoundError as error:
-        if error.name != "nnx_lite":
-            raise
-        raise ModuleNotFoundError(
-            f"nnx.{name} is in nnx-lite, which is not installed. Run `pip install nnx-lite`, "
-            "or `pip install packages/nnx-lite` in a clone of nnx.",
-            name="nnx_lite",
-        ) from error
-    value = getattr(home, name)
+    value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

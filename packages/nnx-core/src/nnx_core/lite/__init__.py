@@ -1,7 +1,7 @@
 """Lite: LightningLite's class, flags and methods on today's Fabric, with every strategy that nnx knows.
 
 Old scripts change one line: ``from pytorch_lightning.lite import LightningLite`` becomes
-``from nnx.lite import LightningLite``. `DeepSpeedPlugin` is here because strategies were called plugins.
+``from nnx_core.lite import LightningLite``. `DeepSpeedPlugin` is here because strategies were called plugins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nnx_core.lightning.fabric import FabricAdapter, load_fabric_checkpoint
 from nnx_core.lightning.namespaces import fabric_module
 from nnx_core.lightning.processes import leave_process_group_at_exit
 from nnx_core.lightning.strategy_checkpoint import restore_model, restore_optimizers
-from nnx_lite.checkpoint import (
+from nnx_core.lite.checkpoint import (
     ModuleState,
     OptimizerStateDict,
     fill_module,
@@ -36,7 +36,7 @@ from nnx_lite.checkpoint import (
     save_file,
     state_of,
 )
-from nnx_lite.flags import fabric_arguments
+from nnx_core.lite.flags import fabric_arguments
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
