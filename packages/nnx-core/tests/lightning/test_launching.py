@@ -176,7 +176,7 @@ import atexit
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
-from nnx_core.lite import Lite
+from nnx_lite import Lite
 
 atexit.register(lambda: print("in a group at exit:", dist.is_initialized()))
 {train}

@@ -15,8 +15,9 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 import nnx
 from nnx_core.errors import NnxError
-from nnx_core.lite import Lite
-from nnx_core.lite.flags import (
+from nnx_core.names.catalog import historical
+from nnx_lite import Lite
+from nnx_lite.flags import (
     ACCELERATORS,
     FLAGS,
     GONE_ACCELERATORS,
@@ -25,7 +26,6 @@ from nnx_core.lite.flags import (
     TRANSLATED,
     fabric_arguments,
 )
-from nnx_core.names.catalog import historical
 from nnx_test_helpers.repository import from_repository
 
 PAGE = from_repository(__file__, "docs/lite.md")

@@ -25,9 +25,9 @@ from nnx_core.backend import Backend, NoOptions, ParallelContext, Sample
 from nnx_core.errors import CheckpointError
 from nnx_core.lightning.checkpoint import CheckpointIO, innermost_checkpoint_io
 from nnx_core.lightning.fabric import FabricAdapter, StoredContent, objects_to_save, rename_parameters
-from nnx_core.lightning.namespaces import FABRIC_ROOT, fabric_module
 from nnx_core.lightning.routing import unwrap_engine, unwrap_optimizer
 from nnx_core.lightning.strategy_checkpoint import module_state_dict, save_lightning_checkpoint
+from nnx_lite.copies import FABRIC_ROOT, fabric_module
 
 # State dicts that know where their tensors lie, so that a rank's part is never taken for the whole.
 #
@@ -212,7 +212,7 @@ class WholeState:
         self.name = type(strategy).__name__
         self.global_rank = strategy.global_rank
         self.world_size = strategy.world_size
-        self._modules = modules
+        self.models = modules
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The module's tensors by name. Collective: every rank's buffers become rank 0's."""
@@ -220,11 +220,12 @@ class WholeState:
 
     def get_optimizer_state(self, optimizer: Any) -> Any:
         """The optimizer's state by parameter name."""
-        return self.backend.optimizer_state(self._owner(optimizer), optimizer)
+        return self.backend.optimizer_state(self.owner_of(optimizer), optimizer)
 
-    def _owner(self, optimizer: Any) -> nn.Module:
+    def owner_of(self, optimizer: Any) -> nn.Module:
+        """The model that was set up whose parameters an optimizer holds."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for module in self._modules:
+        for module in self.models:
             if held & {id(parameter) for parameter in module.parameters()}:
                 return module
         raise CheckpointError(
@@ -367,7 +368,7 @@ def _described_module(target: Any, module: Any) -> Mapping[str, Any]:
     if isinstance(module, Mapping):
         return module
     user = unwrap_engine(module)
-    if any(user is each for each in target._modules):
+    if any(user is each for each in target.models):
         described: Mapping[str, Any] = target.get_module_state_dict(user)
         return described
     return user.state_dict()
@@ -378,7 +379,7 @@ def _described_optimizer(
 ) -> Any:
     if isinstance(optimizer, Optimizer):
         raw = unwrap_optimizer(optimizer)
-        state, owner = target.get_optimizer_state(raw), target._owner(raw)
+        state, owner = target.get_optimizer_state(raw), target.owner_of(raw)
     else:
         state = optimizer
         owner = optimizer.owner() if isinstance(optimizer, OptimizerStateDict) and optimizer.owner else None
@@ -401,7 +402,7 @@ def _refuse_parts_of_tensors(target: Any, content: Any) -> None:
         CheckpointError: With the first name.
     """
     shards: dict[str, list[Any]] = {}
-    for module in target._modules if isinstance(target, FabricAdapter) else ():
+    for module in target.models if isinstance(target, FabricAdapter) else ():
         for name, shard in target.backend.model_state(module).tensors.items():
             shards.setdefault(name, []).append(shard)
     values = [content, *content.values()] if isinstance(content, Mapping) else []

@@ -13,17 +13,12 @@ from typing import Any
 
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.lightning.checkpoint import CheckpointIO
-from nnx_core.lightning.namespaces import (
-    FABRIC_ROOT,
-    fabric_module,
-    get_namespace,
-    is_from_lightning,
-    root_of,
-)
+from nnx_core.lightning.namespaces import get_namespace
 from nnx_core.lightning.processes import ParallelProcesses
 from nnx_core.lightning.registration import build, explain_missing
 from nnx_core.names.catalog import historical
 from nnx_core.names.registry import StrategyRegistry
+from nnx_lite.copies import FABRIC_ROOT, fabric_module, is_from_lightning, root_of
 
 __all__ = ["fabric_arguments"]
 
