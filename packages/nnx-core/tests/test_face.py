@@ -82,8 +82,8 @@ def test_lite_without_its_package_says_what_to_install(monkeypatch, asked: str) 
     with pytest.raises(PackageNotInstalledError) as caught:
         eval(asked)
     assert re.fullmatch(
-        r"nnx\.(Lightning)?Lite is in the package nnx-lite, which is not installed\. Run `pip install nnx-lite`, "
-        r"or in a clone of nnx `pip install packages/nnx-lite`\.",
+        r"nnx\.\w+ is in the package nnx-lite, which is not installed\. Run `pip install nnx-lite`, or in a "
+        r"clone of nnx `pip install packages/nnx-lite`\.",
         str(caught.value),
     )
     assert isinstance(caught.value, ImportError)
