@@ -17,8 +17,8 @@ from nnx_core._torch_compat import IncompatibleKeys
 from nnx_core.lightning.checkpoint import read_optimizer_state
 from nnx_core.lightning.fabric import FabricAdapter
 from nnx_core.lightning.strategy_checkpoint import restore_model, restore_optimizers
-from nnx_lite.checkpoint import ModuleState, OptimizerStateDict, fill_module, fill_optimizer, holds_shards
 from nnx_lite.copies import fabric_module
+from nnx_lite.state_dicts import ModuleState, OptimizerStateDict, fill_module, fill_optimizer, holds_shards
 
 if TYPE_CHECKING:
     from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
