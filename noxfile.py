@@ -43,7 +43,9 @@ PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 """What the classifiers of every package name."""
 
 NEEDED_WITH_GPUS = [
-    name for name, folder in PROJECTS.items() if folder.parent.name == "packages" and name != "nnx-ray"
+    name
+    for name, folder in PROJECTS.items()
+    if folder.parent.name == "packages" and name not in ("nnx-ray", "nnx-lite")
 ]
 """What benchmarks/gpu use."""
 WITH_GPUS = (
@@ -74,6 +76,35 @@ trainer.fit(task.module())
 assert trainer.global_step == 2
 """
 """Trains in processes that a launcher starts."""
+LITE = """
+import sys
+import torch
+from nnx.lite import LightningLite
+class Train(LightningLite):
+    def run(self):
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        self.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        self.save({"model": model, "optimizer": optimizer}, sys.argv[1])
+        return sorted(self.load(sys.argv[1]))
+assert Train(strategy="ddp", devices=1).run() == ["model", "optimizer"]
+"""
+"""Trains a loop of Lite."""
+NO_LITE = """
+import nnx
+from nnx import *
+assert "Lite" not in dir(nnx)
+try:
+    from nnx.lite import LightningLite
+except nnx.NnxError as error:
+    assert "pip install nnx-lite" in str(error), error
+else:
+    raise SystemExit("there is a Lite where nnx-lite is not installed")
+"""
+"""Asks for Lite where its package is absent."""
+SCRIPTS = {"nnx-ray": (LAUNCH, "ray"), "nnx-lite": (LITE, "lite.ckpt")}
+"""What tries each package that has no strategy."""
 BARE_LOOP = """
 import importlib.util, sys
 import torch
@@ -272,6 +303,7 @@ def isolation(session: nox.Session) -> None:
     install(session, python, built["nnx-checkpoint"], built["nnx-core"])
     expect_ours(session, installed(session, python), SHARED[:2])
     ask(session, python)
+    session.run(python, "-I", "-c", NO_LITE, external=True)
     read_without_the_engine(session, python, built["nnx-deepspeed"])
     install(session, python, built["nnx-conformance"], built["nnx-core"], built["nnx-checkpoint"])
     shared = installed(session, python)
@@ -284,7 +316,8 @@ def isolation(session: nox.Session) -> None:
         if plugin in names:
             conform(session, python, names[plugin][0])
         else:
-            session.run(python, "-I", "-c", LAUNCH, plugin.removeprefix("nnx-"), external=True)
+            with session.chdir(session.create_tmp()):
+                session.run(python, "-I", "-c", *SCRIPTS[plugin], external=True)
         if plugin == "nnx-fsdp":
             outlive_another_nnx(session, python, built)
         came = sorted(installed(session, python) - shared)

@@ -26,7 +26,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from nnx_core.lite import LightningLite
+from nnx_lite import LightningLite
 
 SIDES = {"plain": "plain PyTorch loop", "fabric": "Fabric", "lite": "nnx.Lite"}
 Turns = dict[str, list[float]]

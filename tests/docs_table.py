@@ -28,7 +28,7 @@ NOT_RUN: list[Entry] = [
     (
         "docs/migration/lightninglite.md",
         "",
-        "run in order, both halves of a difference, by packages/nnx-core/tests/lite/test_lite_examples.py",
+        "run in order, both halves of a difference, by packages/nnx-lite/tests/test_lite_examples.py",
     ),
     ("docs/checkpoints.md", "nnx ckpt", _CKPT),
     ("docs/machines.md", "torchrun", "run on two nodes by tests/nodes/test_nodes.py"),

@@ -14,8 +14,8 @@ import yaml
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-NOT_TO_BE_DESCRIBED = {"__version__", "StrategyRegistry", "LightningLite"}
-"""A string, the one instance of a class that is described, and a second name."""
+NOT_TO_BE_DESCRIBED = {"__version__", "StrategyRegistry", "LightningLite", "DeepSpeedPlugin"}
+"""A string, the one instance of a class that is described, and second names."""
 MODULES = {
     "nnx.md": "nnx-core/src/nnx_core",
     "checkpoint.md": "nnx-checkpoint/src/nnx_checkpoint",
@@ -26,6 +26,7 @@ MODULES = {
     "deepspeed.md": "nnx-deepspeed/src/nnx_deepspeed",
     "fairscale.md": "nnx-fairscale/src/nnx_fairscale",
     "ray.md": "nnx-ray/src/nnx_ray",
+    "lite.md": "nnx-lite/src/nnx_lite",
 }
 
 

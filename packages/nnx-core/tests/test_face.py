@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 import nnx
 import nnx_core
 from nnx_core.cli import doctor
+from nnx_core.errors import PackageNotInstalledError
 
 FOREIGN = "class Linear: pass\n"
 
@@ -62,6 +65,67 @@ def test_a_misspelt_name_is_answered_with_the_nearest() -> None:
 def test_what_is_shown_is_what_is_offered() -> None:
     assert dir(nnx) == sorted([*nnx_core.__all__, "checkpoint", "lite", "testing"])
     assert dir(nnx_core) == sorted(nnx_core.__all__)
+
+
+ASKED_FOR_LITE = (
+    "nnx.Lite",
+    "nnx.LightningLite",
+    "nnx_core.Lite",
+    "nnx.lite",
+    "importlib.import_module('nnx.lite')",
+)
+
+
+@pytest.mark.parametrize("asked", ASKED_FOR_LITE)
+def test_lite_without_its_package_says_what_to_install(monkeypatch, asked: str) -> None:
+    lack_lite(monkeypatch)
+    with pytest.raises(PackageNotInstalledError) as caught:
+        eval(asked)
+    assert re.fullmatch(
+        r"nnx\.\w+ is in the package nnx-lite, which is not installed\. Run `pip install nnx-lite`, or in a "
+        r"clone of nnx `pip install packages/nnx-lite`\.",
+        str(caught.value),
+    )
+    assert isinstance(caught.value, ImportError)
+
+
+def lack_lite(monkeypatch) -> None:
+    """Let nothing find nnx_lite, which may have been imported before."""
+    for module, name in ((nnx, "Lite"), (nnx, "LightningLite"), (nnx, "lite"), (nnx_core, "Lite")):
+        monkeypatch.delitem(vars(module), name, raising=False)
+    monkeypatch.delitem(vars(nnx_core), "LightningLite", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nnx_lite" or name == "nnx.lite"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(nnx_core, "find_spec", lambda name: None if name == "nnx_lite" else find_spec(name))
+
+
+def test_all_names_can_be_imported_without_lite(run_python) -> None:
+    run_python(
+        """
+        import importlib.util, sys
+        find_spec = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *rest: None if name == "nnx_lite" else find_spec(name, *rest)
+        from nnx import *
+        import nnx
+        assert strategy is nnx.strategy
+        assert "Lite" not in dir(nnx) and "Lite" not in globals()
+        assert "nnx_lite" not in sys.modules
+        """
+    )
+
+
+def test_no_name_but_lite_imports_its_package(run_python) -> None:
+    run_python(
+        """
+        import sys
+        import nnx, nnx_core
+        for name in nnx_core.__all__:
+            if "Lite" not in name:
+                getattr(nnx, name)
+        assert "nnx_lite" not in sys.modules
+        assert nnx.Lite is nnx.LightningLite is sys.modules["nnx_lite"].Lite
+        """
+    )
 
 
 @pytest.mark.full

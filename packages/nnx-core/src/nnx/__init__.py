@@ -1,7 +1,7 @@
 """The public API: ``import nnx``, then `nnx.strategy`, `nnx.Lite`, `nnx.checkpoint` and so on.
 
-Everything lives in `nnx_core`, `nnx_checkpoint` and `nnx_conformance`, and nothing of ours imports this
-package: on the package index another project is called nnx, and who installs both may lose this folder.
+Everything lives in `nnx_core`, `nnx_checkpoint`, `nnx_conformance` and `nnx_lite`. Nothing of ours imports
+this package: on the package index another project is called nnx, and who installs both may lose this folder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MODULES = {"checkpoint": "nnx_checkpoint", "lite": "nnx.lite", "testing": "nnx_
 def __getattr__(name: str) -> Any:
     import nnx_core
 
-    if name in nnx_core.__all__:
+    if name in nnx_core._HOME or name == "__version__":
         value = getattr(nnx_core, name)
     elif name in _MODULES:
         value = _module(_MODULES[name])

@@ -7,6 +7,7 @@ Lightning, as ``import torch`` does by itself where nnx-core is installed; see `
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from typing import Any
 
 import _nnx_autoload
@@ -25,8 +26,8 @@ _HOME = {
     "RandomState": "nnx_core.random_state",
     "load_from_checkpoint": "nnx_core.lightning.loading",
     "compare_ranks": "nnx_core.lightning.callbacks",
-    "Lite": "nnx_core.lite",
-    "LightningLite": "nnx_core.lite",
+    "Lite": "nnx_lite",
+    "LightningLite": "nnx_lite",
     "NnxError": "nnx_core.errors",
     "CheckpointError": "nnx_core.errors",
     "OptionError": "nnx_core.errors",
@@ -38,7 +39,16 @@ _HOME = {
 }
 """The module of each public name; `__init__.pyi` has the same for type checkers."""
 
-__all__ = [*_HOME, "__version__"]  # noqa: PLE0604 # ruff takes the dict for its values
+_OPTIONAL = {"nnx_lite": "nnx-lite"}
+"""The distribution of each module in `_HOME` that may be absent."""
+
+
+def _is_absent(module: str) -> bool:
+    return module in _OPTIONAL and find_spec(module) is None
+
+
+# Without names that raise: `from nnx import *` reads each of them.
+__all__ = [*(name for name, home in _HOME.items() if not _is_absent(home)), "__version__"]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
@@ -48,9 +58,20 @@ def __getattr__(name: str) -> Any:
         return version("nnx-core")
     if name not in _HOME:
         raise AttributeError(f"module 'nnx_core' has no attribute {name!r}")
+    if _is_absent(_HOME[name]):
+        raise _not_installed(name, _OPTIONAL[_HOME[name]])
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
+
+
+def _not_installed(name: str, package: str) -> ImportError:
+    from nnx_core.errors import PackageNotInstalledError
+
+    return PackageNotInstalledError(
+        f"nnx.{name} is in the package {package}, which is not installed.",
+        remedy=f"Run `pip install {package}`, or in a clone of nnx `pip install packages/{package}`.",
+    )
 
 
 def __dir__() -> list[str]:

@@ -30,8 +30,6 @@ from nnx_core.lightning.callbacks import compare_ranks as compare_ranks
 from nnx_core.lightning.checkpoint import CheckpointIO as CheckpointIO
 from nnx_core.lightning.factory import strategy as strategy
 from nnx_core.lightning.loading import load_from_checkpoint as load_from_checkpoint
-from nnx_core.lite import LightningLite as LightningLite
-from nnx_core.lite import Lite as Lite
 from nnx_core.names.plugins import hookimpl as hookimpl
 from nnx_core.names.registry import StrategyRegistry as StrategyRegistry
 from nnx_core.names.spec import (
@@ -47,5 +45,7 @@ from nnx_core.names.spec import (
     StrategySpec as StrategySpec,
 )
 from nnx_core.random_state import RandomState as RandomState
+from nnx_lite import LightningLite as LightningLite
+from nnx_lite import Lite as Lite
 
 __version__: str

@@ -19,6 +19,7 @@ __all__ = [
     "LaunchError",
     "NnxError",
     "OptionError",
+    "PackageNotInstalledError",
     "PlanError",
     "PluginError",
     "RankLostError",
@@ -36,6 +37,10 @@ class StrategyNotFoundError(NnxError, ValueError):
 
 class StrategyNotInstalledError(NnxError, ImportError):
     """The name is in the catalog but the distribution that provides it is not installed."""
+
+
+class PackageNotInstalledError(NnxError, ImportError):
+    """A public name is in a distribution that is not installed."""
 
 
 class OptionError(NnxError, ValueError):

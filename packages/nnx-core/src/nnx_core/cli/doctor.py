@@ -123,7 +123,8 @@ def _check_requirements() -> list[Finding]:
     """Find requirements of our distributions and the plugins' that are missing or of another version."""
     owners = {plugin.distribution for plugin in inventory().plugins}
     found: dict[str, Finding] = {}
-    for owner in sorted({"nnx-core", "nnx-checkpoint", *owners} - {""}):
+    ours = {"nnx-core", "nnx-checkpoint", "nnx-conformance", "nnx-lite"}
+    for owner in sorted({*ours, *owners} - {""}):
         try:
             declared = requires(owner) or []
         except PackageNotFoundError:

@@ -67,13 +67,17 @@ class _SyncControl:
 
 
 class FabricAdapter(ParallelProcesses):
-    """Mixin that makes a `Backend` a strategy of Fabric; combined with the tree's ``ParallelStrategy``."""
+    """Mixin that makes a `Backend` a strategy of Fabric; combined with the tree's ``ParallelStrategy``.
+
+    Attributes:
+        models: The models that were set up, in that order.
+    """
 
     precision: Any
     _checkpoint_io: Any
 
     def __init__(self, backend: Backend[Any], **kwargs: Any) -> None:
-        self._modules: list[nn.Module] = []
+        self.models: list[nn.Module] = []
         self._owners: dict[Optimizer, nn.Module] = {}
         self._sync_control = _SyncControl()
         super().__init__(backend, **kwargs)
@@ -147,7 +151,7 @@ class FabricAdapter(ParallelProcesses):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Take over an optimizer over the parameters of a module that was set up before."""
-        module = self._owners[optimizer] = self._owner(optimizer)
+        module = self._owners[optimizer] = self.owner_of(optimizer)
         self._refuse_layers(module)
         complete_optimizer(optimizer)
         self.backend.setup_optimizers(module, [optimizer])
@@ -160,15 +164,16 @@ class FabricAdapter(ParallelProcesses):
     def _parallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         replaced = self.backend.parallelize(module, lambda: example_inputs(module))
         route_precision(self.precision, self.backend)
-        self._modules.append(module)
+        self.models.append(module)
         self._tell(module)
         return replaced
 
-    def _owner(self, optimizer: Optimizer) -> nn.Module:
+    def owner_of(self, optimizer: Optimizer) -> nn.Module:
+        """The model that was set up whose parameters an optimizer holds."""
         if optimizer in self._owners:  # from then on it may hold parameters of the engine's own
             return self._owners[optimizer]
         wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for module in self._modules:
+        for module in self.models:
             if wanted & {id(parameter) for parameter in module.parameters()}:
                 return module
         raise UnsupportedError(
@@ -183,7 +188,7 @@ class FabricAdapter(ParallelProcesses):
         The user's own loop follows, which may look at them.
         """
         if module is None:
-            module = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
+            module = self.models[0] if len(self.models) == 1 else nn.ModuleList(self.models)
         module = unwrap_engine(module)
         scaler = getattr(self.precision, "scaler", None)
         if scaler is not None and has_own_backward(self.backend):  # the plugin's, which scales, is replaced
@@ -196,7 +201,7 @@ class FabricAdapter(ParallelProcesses):
         """Step, after taking notice of a background save that has ended meanwhile, and compare the ranks."""
         poll()
         result = super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc] # of the tree's Strategy
-        module = self._owner(unwrap_optimizer(optimizer))
+        module = self.owner_of(unwrap_optimizer(optimizer))
         self.watch.after_step(module, lambda: [o for o, owner in self._owners.items() if owner is module])
         return result
 
@@ -222,7 +227,7 @@ class FabricAdapter(ParallelProcesses):
     def get_optimizer_state(self, optimizer: Any) -> Any:
         """This rank's optimizer state by parameter name; handles, not copies."""
         raw = unwrap_optimizer(optimizer)
-        return self.backend.optimizer_state(self._owner(raw), raw)
+        return self.backend.optimizer_state(self.owner_of(raw), raw)
 
     def load_module_state_dict(
         self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True
@@ -317,7 +322,7 @@ def _prefixes(modules: Mapping[str, Any]) -> dict[str, str]:
 
 def _prefixed(strategy: Any, modules: Mapping[str, nn.Module], optimizer: Optimizer) -> Any:
     state = strategy.get_optimizer_state(optimizer)
-    owner = strategy._owner(unwrap_optimizer(optimizer))
+    owner = strategy.owner_of(unwrap_optimizer(optimizer))
     prefix = next((p for key, p in _prefixes(modules).items() if modules[key] is owner), "")
     return rename_parameters(state, lambda name: f"{prefix}{name}")
 
@@ -447,7 +452,7 @@ class StoredContent:
             state = self.rest if key is None else self.rest.pop(key)
         else:
             state = self.optimizers[self._position(key, index)]
-        module = self.strategy._owner(optimizer)
+        module = self.strategy.owner_of(optimizer)
         states = [_under_names_of(module, state)]
         restore_optimizers(self.strategy.backend, module, [optimizer], states)
 

@@ -20,7 +20,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from nnx_core.lite import LightningLite
+from nnx_lite import LightningLite
 from nnx_test_helpers.lightning_jobs import QUIET
 from nnx_test_helpers.repository import from_repository
 from nnx_test_helpers.resume_jobs import Seen, exact_state

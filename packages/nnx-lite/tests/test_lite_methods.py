@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import UnsupportedError
-from nnx_core.lite import Lite, LiteModule, LiteOptimizer
+from nnx_lite import Lite
+from nnx_lite.wrappers import LiteModule, LiteOptimizer
 
 
 class Do(Lite):

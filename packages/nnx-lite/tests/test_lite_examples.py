@@ -13,7 +13,7 @@ import torch
 from jobs.lite_jobs import run_blocks, run_stage, stage
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import NnxError
-from nnx_core.lite import DeepSpeedPlugin, LightningLite
+from nnx_lite import DeepSpeedPlugin, LightningLite
 from nnx_test_helpers.repository import from_repository
 
 PAGE = from_repository(__file__, "docs/migration/lightninglite.md")

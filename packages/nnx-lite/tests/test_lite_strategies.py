@@ -62,3 +62,22 @@ def test_what_spawned_processes_trained_and_saved_comes_back_and_is_resumed(
     for seen in pool.run(scripted, "fsdp_auto", 3, 2, None, path, world_size=3):
         assert (seen.weights, seen.optimizer) == (saved.weights, saved.optimizer)
         assert seen.losses == pytest.approx(expected[2:], abs=1e-6)
+
+
+def test_a_process_leaves_its_group_before_the_interpreter_goes_under_a_strategy_of_lightning() -> None:
+    script = """
+import atexit
+import torch.distributed as dist
+from torch import nn
+from nnx_lite import Lite
+
+atexit.register(lambda: print("in a group at exit:", dist.is_initialized()))
+lite = Lite("cpu", "ddp", devices=1)
+lite.launch()
+lite.setup(nn.Linear(1, 1))
+print("in a group:", dist.is_initialized())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.splitlines()[-2:] == ["in a group: True", "in a group at exit: False"]

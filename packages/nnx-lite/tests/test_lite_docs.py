@@ -15,17 +15,11 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 import nnx
 from nnx_core.errors import NnxError
-from nnx_core.lite import Lite
-from nnx_core.lite.flags import (
-    ACCELERATORS,
-    FLAGS,
-    GONE_ACCELERATORS,
-    OLD_PRECISIONS,
-    PRECISIONS,
-    TRANSLATED,
-    fabric_arguments,
-)
 from nnx_core.names.catalog import historical
+from nnx_lite import Lite
+from nnx_lite.flags import FLAGS, TRANSLATED, fabric_arguments
+from nnx_lite.hardware import ACCELERATORS, GONE_ACCELERATORS
+from nnx_lite.precision import OLD_PRECISIONS, PRECISIONS
 from nnx_test_helpers.repository import from_repository
 
 PAGE = from_repository(__file__, "docs/lite.md")

@@ -17,8 +17,8 @@ from nnx_conformance.pool import WorkerPool
 from nnx_core.backend import Backend, NoOptions
 from nnx_core.errors import CheckpointError
 from nnx_core.lightning.namespaces import get_namespace
-from nnx_core.lite import Lite
-from nnx_core.lite.checkpoint import ModuleState, fill_module, fill_optimizer
+from nnx_lite import Lite
+from nnx_lite.state_dicts import ModuleState, fill_module, fill_optimizer
 
 WRITERS = {"ddp": 2, "fsdp_auto": 2, "nnscaler_tp": 2, "colossalai": 2}
 READERS = {

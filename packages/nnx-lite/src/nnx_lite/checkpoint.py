@@ -7,177 +7,23 @@ module decides what is stored where; `nnx_core.lightning.fabric` and `nnx_core.l
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nnx_base.ranks import control_group, together
-from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.reading.naming import FABRIC_KEYS
 from nnx_core.backend import Backend, NoOptions, ParallelContext, Sample
 from nnx_core.errors import CheckpointError
 from nnx_core.lightning.checkpoint import CheckpointIO, innermost_checkpoint_io
 from nnx_core.lightning.fabric import FabricAdapter, StoredContent, objects_to_save, rename_parameters
-from nnx_core.lightning.namespaces import FABRIC_ROOT, fabric_module
 from nnx_core.lightning.routing import unwrap_engine, unwrap_optimizer
 from nnx_core.lightning.strategy_checkpoint import module_state_dict, save_lightning_checkpoint
-
-# State dicts that know where their tensors lie, so that a rank's part is never taken for the whole.
-#
-# Under nnx's strategies ``model.state_dict()`` holds what this rank holds. `ModuleState` remembers the
-# shards behind it, and `OptimizerStateDict` whose state it is. They are saved below;
-# here they are copied back in memory, which communicates nothing.
-
-
-_TAKE_IT_WHOLE = "Take `model.state_dict()` as it is, or `copy.deepcopy` of it, and change values in place."
-
-
-class ModuleState(OrderedDict[str, Any]):
-    """A module's ``state_dict`` whose values are what this rank holds.
-
-    Args:
-        values: The values by name, as torch returns them.
-        shards: The same by name, as the engine describes it.
-        owner: The module; None in a copy whose module is gone.
-    """
-
-    def __init__(
-        self, values: Any = (), shards: Mapping[str, Any] | None = None, owner: nn.Module | None = None
-    ) -> None:
-        super().__init__(values)
-        self.owner = weakref.ref(owner) if owner is not None else None
-        self._live = {name: value for name, value in self.items() if isinstance(value, Tensor)}
-        self._shards = dict(shards or {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
-        made = ModuleState(  # torch's own copy of a DTensor fails
-            (name, value.detach().clone() if isinstance(value, Tensor) else deepcopy(value, memo))
-            for name, value in self.items()
-        )
-        made.owner, made._shards, made._live = self.owner, self._shards, {}
-        return made
-
-    def described(self) -> dict[str, Any]:
-        """By name the shard of every tensor, and other values as they are.
-
-        Raises:
-            CheckpointError: A value was put in that is neither the whole tensor nor this rank's part.
-        """
-        return {name: self._described(name, value) for name, value in self.items()}
-
-    def _described(self, name: str, value: Any) -> Any:
-        known = self._shards.get(name)
-        if not isinstance(value, Tensor) or not isinstance(known, Shard):
-            return value
-        if self._live.get(name) is value:
-            return known
-        if isinstance(value, DTensor) or tuple(value.shape) == known.shape:
-            return shard_of(value)
-        if len(known.boxes) == 1 and known.boxes[0].size == tuple(value.shape):
-            return Shard(known.shape, value.dtype, known.boxes, (value.detach(),))
-        raise CheckpointError(
-            f"{name} is {tuple(value.shape)} in the state dict and {known.shape} in the model.",
-            remedy=_TAKE_IT_WHOLE,
-        )
-
-
-class OptimizerStateDict(dict[str, Any]):
-    """An optimizer's state by parameter name, and which module the names are of.
-
-    Args:
-        values: As `nnx_checkpoint.reading.state.OptimizerState`.
-        owner: The module.
-    """
-
-    def __init__(self, values: Any = (), owner: nn.Module | None = None) -> None:
-        super().__init__(values)
-        self.owner = weakref.ref(owner) if owner is not None else None
-
-
-def holds_shards(value: Any) -> bool:
-    """Return True if a value of a checkpoint's content is, or holds, what only this rank has."""
-    if isinstance(value, (ModuleState, OptimizerStateDict, Shard, DTensor)):
-        return True
-    if isinstance(value, Mapping):
-        return any(holds_shards(item) for item in value.values())
-    return isinstance(value, (list, tuple)) and any(holds_shards(item) for item in value)
-
-
-def as_shard(value: Any) -> Any:
-    """A tensor as a shard; anything else as it is."""
-    return shard_of(value) if isinstance(value, Tensor) else value
-
-
-def fill_module(mine: Mapping[str, Any], source: Mapping[str, Any], *, strict: bool) -> None:
-    """Copy a state dict in memory into a module's shards.
-
-    Args:
-        mine: The module's own shards by name, tied names included.
-        source: Shards of the same layout, or complete tensors, by name.
-        strict: Refuse missing and unexpected names.
-
-    Raises:
-        CheckpointError: Names or shapes differ, or the parts are those of another layout.
-    """
-    missing = [name for name in mine if name not in source]
-    unexpected = [name for name in source if name not in mine]
-    if strict and (missing or unexpected):
-        raise CheckpointError(
-            f"the state dict is of another model; missing: {missing[:8]}, unexpected: {unexpected[:8]}.",
-            remedy="Build the model as it was, or pass `strict=False`.",
-        )
-    for name, shard in mine.items():
-        if isinstance(shard, Shard) and name in source:
-            _copy(name, as_shard(source[name]), shard)
-
-
-def fill_optimizer(mine: Mapping[str, Any], source: Mapping[str, Any]) -> None:
-    """Copy an optimizer's state in memory into the tensors that it has.
-
-    Args:
-        mine: The optimizer's own state by parameter name.
-        source: The same, taken earlier.
-
-    Raises:
-        CheckpointError: It has no state yet, or the layout is another.
-    """
-    for parameter, entries in source["state"].items():
-        own = mine["state"].get(parameter, {})
-        for name, value in entries.items():
-            if not isinstance(value, (Shard, Tensor)):
-                continue
-            if name not in own:
-                raise CheckpointError(
-                    f"the optimizer has no {name} of {parameter} yet to copy into.",
-                    remedy="Save the state with `self.save` and load it with `self.load`, which makes it.",
-                )
-            _copy(f"{parameter}.{name}", as_shard(value), own[name])
-
-
-def _copy(name: str, source: Any, target: Shard) -> None:
-    if source.shape != target.shape:
-        raise CheckpointError(
-            f"{name} is {source.shape} in the state dict and {target.shape} in the model.",
-            remedy=_TAKE_IT_WHOLE,
-        )
-    if source.boxes == target.boxes:
-        for theirs, view in zip(source.data, target.data, strict=True):
-            view.copy_(theirs)
-    elif source.is_whole:
-        target.fill_from(source.data[0])
-    else:
-        raise CheckpointError(
-            f"{name} lies in other parts in the state dict than in the model.",
-            remedy="Save it with `self.save` and load it with `self.load`, which reads any layout.",
-        )
-
+from nnx_lite.copies import FABRIC_ROOT, fabric_module
+from nnx_lite.state_dicts import ModuleState, OptimizerStateDict, holds_shards
 
 _WHOLE_ON_EVERY_RANK = ("SingleDeviceStrategy", "DDPStrategy", "DataParallelStrategy")
 _OF_LIGHTNING = ("state_dict", "optimizer_states", "nnx_ranks", FABRIC_KEYS)
@@ -212,7 +58,7 @@ class WholeState:
         self.name = type(strategy).__name__
         self.global_rank = strategy.global_rank
         self.world_size = strategy.world_size
-        self._modules = modules
+        self.models = modules
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The module's tensors by name. Collective: every rank's buffers become rank 0's."""
@@ -220,11 +66,12 @@ class WholeState:
 
     def get_optimizer_state(self, optimizer: Any) -> Any:
         """The optimizer's state by parameter name."""
-        return self.backend.optimizer_state(self._owner(optimizer), optimizer)
+        return self.backend.optimizer_state(self.owner_of(optimizer), optimizer)
 
-    def _owner(self, optimizer: Any) -> nn.Module:
+    def owner_of(self, optimizer: Any) -> nn.Module:
+        """The model that was set up whose parameters an optimizer holds."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for module in self._modules:
+        for module in self.models:
             if held & {id(parameter) for parameter in module.parameters()}:
                 return module
         raise CheckpointError(
@@ -367,7 +214,7 @@ def _described_module(target: Any, module: Any) -> Mapping[str, Any]:
     if isinstance(module, Mapping):
         return module
     user = unwrap_engine(module)
-    if any(user is each for each in target._modules):
+    if any(user is each for each in target.models):
         described: Mapping[str, Any] = target.get_module_state_dict(user)
         return described
     return user.state_dict()
@@ -378,7 +225,7 @@ def _described_optimizer(
 ) -> Any:
     if isinstance(optimizer, Optimizer):
         raw = unwrap_optimizer(optimizer)
-        state, owner = target.get_optimizer_state(raw), target._owner(raw)
+        state, owner = target.get_optimizer_state(raw), target.owner_of(raw)
     else:
         state = optimizer
         owner = optimizer.owner() if isinstance(optimizer, OptimizerStateDict) and optimizer.owner else None
@@ -401,7 +248,7 @@ def _refuse_parts_of_tensors(target: Any, content: Any) -> None:
         CheckpointError: With the first name.
     """
     shards: dict[str, list[Any]] = {}
-    for module in target._modules if isinstance(target, FabricAdapter) else ():
+    for module in target.models if isinstance(target, FabricAdapter) else ():
         for name, shard in target.backend.model_state(module).tensors.items():
             shards.setdefault(name, []).append(shard)
     values = [content, *content.values()] if isinstance(content, Mapping) else []

@@ -19,8 +19,10 @@ from lightning.pytorch import plugins as trainer_plugins
 import nnx
 from nnx_core.errors import NnxError, OptionError, StrategyNotFoundError, UnsupportedError
 from nnx_core.lightning.fabric import FabricAdapter
-from nnx_core.lite import DeepSpeedPlugin, LightningLite, Lite
-from nnx_core.lite.flags import RECIPES, choose_hardware, fabric_arguments, fabric_strategy
+from nnx_lite import DeepSpeedPlugin, LightningLite, Lite
+from nnx_lite.flags import fabric_arguments
+from nnx_lite.hardware import choose_hardware
+from nnx_lite.strategies import RECIPES, fabric_strategy
 
 mirror = pytest.importorskip("pytorch_lightning")
 mirror_fabric = pytest.importorskip("lightning_fabric")

@@ -10,7 +10,7 @@ import pytest
 from jobs import lite_pitfall_jobs as jobs
 from jobs.lite_jobs import Regressor, plain
 from nnx_conformance.pool import WorkerPool
-from nnx_core.lite import LightningLite
+from nnx_lite import LightningLite
 from nnx_test_helpers.training import digest_of
 
 STRATEGIES = ["ddp", "fsdp_auto"]

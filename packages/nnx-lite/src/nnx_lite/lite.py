@@ -1,155 +1,29 @@
-"""Lite: LightningLite's class, flags and methods on today's Fabric, with every strategy that nnx knows.
-
-Old scripts change one line: ``from pytorch_lightning.lite import LightningLite`` becomes
-``from nnx_core.lite import LightningLite``. `DeepSpeedPlugin` is here because strategies were called plugins.
-"""
+"""Lite: LightningLite's class, flags and methods on today's Fabric, with every strategy that nnx knows."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx_base.ranks import control_group, together
-from nnx_checkpoint.reading.naming import LazyStateDict, numbered_optimizer_state, numbers_parameters
-from nnx_checkpoint.reading.state import as_state_dict
-from nnx_core._torch_compat import IncompatibleKeys
 from nnx_core.errors import UnsupportedError
-from nnx_core.lightning.checkpoint import read_optimizer_state
-from nnx_core.lightning.fabric import FabricAdapter, load_fabric_checkpoint
-from nnx_core.lightning.namespaces import fabric_module
+from nnx_core.lightning.fabric import load_fabric_checkpoint
 from nnx_core.lightning.processes import leave_process_group_at_exit
-from nnx_core.lightning.strategy_checkpoint import restore_model, restore_optimizers
-from nnx_core.lite.checkpoint import (
-    ModuleState,
-    OptimizerStateDict,
-    fill_module,
-    fill_optimizer,
-    holds_shards,
-    is_plain,
-    load_content,
-    save_content,
-    save_file,
-    state_of,
-)
-from nnx_core.lite.flags import fabric_arguments
+from nnx_lite.checkpoint import is_plain, load_content, save_content, save_file, state_of
+from nnx_lite.copies import fabric_module
+from nnx_lite.flags import fabric_arguments
+from nnx_lite.wrappers import unwrap, wrap_module, wrap_optimizers
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
-    from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 else:
     Fabric = fabric_module().Fabric
-    _FabricModule = fabric_module("wrappers")._FabricModule
-    _FabricOptimizer = fabric_module("wrappers")._FabricOptimizer
 
-__all__ = ["DeepSpeedPlugin", "LightningLite", "Lite"]
-
-DeepSpeedPlugin = fabric_module("strategies").DeepSpeedStrategy
-
-
-# What `Lite.setup` returns: Fabric's wrappers, whose state dicts work under every strategy.
-#
-# Fabric's own pass ``state_dict`` and ``load_state_dict`` to torch, which knows nothing of an engine's
-# shards.
-
-
-class LiteModule(_FabricModule):
-    """The model as Fabric wraps it; its ``state_dict`` can be saved and loaded under every strategy."""
-
-    _strategy: Any
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's; where an engine holds the model, the values are what this rank has of them."""
-        values = super().state_dict(*args, **kwargs)
-        if not isinstance(self._strategy, FabricAdapter) or args or kwargs:
-            return values
-        module = self._original_module
-        return ModuleState(values, as_state_dict(self._strategy.backend.model_state(module)), module)
-
-    def load_state_dict(  # type: ignore[override] # as Fabric's
-        self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any
-    ) -> Any:
-        """Fill the model with what `state_dict` or `Lite.load` returned. Collective under an engine."""
-        if not isinstance(self._strategy, FabricAdapter):
-            return super().load_state_dict(state_dict, strict=strict, **kwargs)
-        module, backend = self._original_module, self._strategy.backend
-        if isinstance(state_dict, LazyStateDict):
-            own = as_state_dict(backend.model_state(module))
-            restore_model(backend, module, state_dict, strict=strict)
-        else:
-            own = as_state_dict(backend.model_state(module))
-            with together(control_group(), doing="loading a state dict"):
-                source = state_dict.described() if isinstance(state_dict, ModuleState) else state_dict
-                fill_module(own, source, strict=strict)
-            backend.finish_load(module, [])
-        missing = [name for name in own if name not in state_dict]
-        return IncompatibleKeys(missing, [name for name in state_dict if name not in own])
-
-
-class LiteOptimizer(_FabricOptimizer):
-    """An optimizer as Fabric wraps it; its state goes by parameter name where an engine holds it."""
-
-    _strategy: Any
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, or by parameter name, tensors being what this rank has of them."""
-        values = super().state_dict()
-        if not isinstance(self._strategy, FabricAdapter):
-            return values
-        return OptimizerStateDict(values, self._strategy._owner(self.optimizer))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore in place from what `state_dict` or `Lite.load` returned. Collective under an engine."""
-        if not isinstance(self._strategy, FabricAdapter):
-            self.optimizer.load_state_dict(complete_optimizer_state(state_dict))
-            return
-        backend, optimizer = self._strategy.backend, self.optimizer
-        module = self._strategy._owner(optimizer)
-        if not holds_shards(state_dict):
-            restore_optimizers(backend, module, [optimizer], [state_dict])
-            return
-        with together(control_group(), doing="loading the state of an optimizer"):
-            fill_optimizer(backend.optimizer_state(module, optimizer), state_dict)
-        backend.finish_load(module, [optimizer])
-
-
-def complete_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state as torch takes it: numbered, its tensors read."""
-    if numbers_parameters(state) or not any(group["params"] for group in state["param_groups"]):
-        return dict(state)
-    return numbered_optimizer_state(read_optimizer_state(state))
-
-
-def wrap_module(fabric: Any, wrapped: _FabricModule) -> LiteModule:
-    """Lite's wrapper in place of the one that Fabric made."""
-    made = LiteModule(wrapped._forward_module, fabric.strategy, original_module=wrapped._original_module)
-    made._device, made._dtype = wrapped._device, wrapped._dtype
-    return made
-
-
-def wrap_optimizers(
-    fabric: Any, module: nn.Module | None, wrapped: Sequence[_FabricOptimizer]
-) -> list[LiteOptimizer]:
-    """Lite's wrappers in place of those that Fabric made, which a LightningModule is told as well."""
-    made = [LiteOptimizer(each.optimizer, fabric.strategy, fabric._callbacks) for each in wrapped]
-    if module is not None and hasattr(module, "_fabric_optimizers"):
-        setattr(module, "_fabric_optimizers", made)  # noqa: B010 # torch would type it as a parameter
-    return made
-
-
-def unwrap(content: Any) -> Any:
-    """Content of a checkpoint with the user's own modules and optimizers in place of wrappers at its top."""
-    if isinstance(content, _FabricModule):
-        return content.module
-    if isinstance(content, _FabricOptimizer):
-        return content.optimizer
-    if type(content) is dict:
-        return {key: unwrap(value) for key, value in content.items()}
-    return content
+__all__ = ["Lite"]
 
 
 class Lite(Fabric):
@@ -351,6 +225,3 @@ class Lite(Fabric):
                 state[key] = unwrapped[key]
         self.strategy.barrier()
         return rest
-
-
-LightningLite = Lite

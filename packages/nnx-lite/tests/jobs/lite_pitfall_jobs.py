@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nnx
 from jobs.lite_jobs import Regressor, batch_of, optimizer_of
-from nnx_core.lite import LightningLite
+from nnx_lite import LightningLite
 from nnx_test_helpers.training import digest_of
 
 PATIENCE = 5.0
