@@ -55,6 +55,7 @@ NOT_COMPARED: list[Entry] = [
     ("docs/machines.md", "CheckpointError:", "an error that tests/nodes/test_nodes.py brings about"),
     ("docs/checkpoint-format.md", "last.ckpt/", "an overview of the files, which the page's reader opens"),
     ("docs/checkpoint-format.md", "{", "the first bytes of a manifest, which the page's reader checks"),
+    ("docs/guard.md", "              guard(tensor, part)", "a drawing of the states"),
     ("docs/lite.md", "self.save(", "one line of a loop beside one line of a module, both in test_lite_docs"),
 ]
 """Blocks of text, and why they are not compared with what the block before them prints."""

@@ -296,6 +296,9 @@ def collectives_issued() -> int:
 class WaitingDTensor(DTensor):
     """A DTensor whose elements must be waited for: whatever wants them asks for its local tensor first.
 
+    It is no `Part` such as `nnx_core.view.pending.Pending`: a guard answers nothing in local mode, where the
+    optimizer's step, the checkpoint and FSDP2 read the local tensor.
+
     Attributes:
         _nnx_wait: Waits, and gives the tensor its own class back.
     """

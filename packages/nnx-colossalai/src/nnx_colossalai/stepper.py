@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from nnx_colossalai._torch_compat import has_hooks_that_see_the_result, without_guards
-from nnx_colossalai.chunks.chunk import Chunk, guard_pending, unguard_pending
+from nnx_colossalai.chunks.chunk import Chunk
 from nnx_colossalai.optimizers import (
     DeepSpeedAdam,
     groups_for_step,
@@ -37,6 +37,7 @@ from nnx_core.errors import NnxError
 from nnx_core.optimizers.step_arguments import take_closure
 from nnx_core.options import check_choice
 from nnx_core.view.hidden_state import held_state
+from nnx_core.view.pending import guard_pending, unguard_pending
 
 T = TypeVar("T")
 Overlap = Literal["none", "exact"]

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from jobs.colossalai_local import TIERS, UNITS, ByHand, Layers, inputs, lay_out, mean_square, same_bits
-from nnx_colossalai.chunks.chunk import guard_pending, is_pending, unguard_pending
 from nnx_colossalai.plan.spec import Tier
+from nnx_core.view.pending import guard_pending, is_pending, unguard_pending
 
 each_tier = pytest.mark.parametrize("tier", TIERS, ids=lambda one: one.value)
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)
@@ -174,7 +174,7 @@ def test_what_tells_nothing_of_the_values_does_not_wait():
     weight.register_hook(lambda gradient: gradient).remove()
     assert isinstance(weight, nn.Parameter) and weight.grad is None
     unguard_pending([weight])
-    assert type(weight) is nn.Parameter and "_nnx_wait" not in vars(weight)
+    assert type(weight) is nn.Parameter and "_part" not in vars(weight)
 
 
 def test_an_error_of_the_background_reaches_whoever_uses_the_chunk():

@@ -85,7 +85,10 @@ class Piece:
 
 
 class _View(nn.Parameter):
-    """A parameter while its unit is gathered: a view on the flat one, whose changes reach the shard."""
+    """A parameter while its unit is gathered: a view on the flat one, whose changes reach the shard.
+
+    It is no guard, for the reason that `nnx_fsdp._torch_compat.GatheredWeight` gives.
+    """
 
     unit: Unit
 

@@ -70,6 +70,9 @@ SHARDS_INTEGERS = torch.__version__ >= "2.12"  # it compares as a version
 class GatheredWeight(nn.Parameter):
     """What a module has as its weight while a step computes with it: whole, and gone after it.
 
+    It is no guard: every operator of a forward would go through Python (an `F.linear` of 8 by 8 took twice
+    as long). So only ``data`` and ``grad`` are properties, and torch functions are left alone.
+
     Attributes:
         _part: The part of the sharded parameter, which hears of writes through ``data``.
     """

@@ -20,7 +20,7 @@ from nnx_core._torch_compat import storage_users
 from nnx_core.agree.watch import checksum, digest, refuse_unequal_gradient
 from nnx_core.errors import UnsupportedError
 from nnx_core.view.torch_functions import is_elementwise_in_place
-from nnx_core.view.whole import Guard, HeldByTensor, Part, Seen, Source, guard, local_mode, unguard
+from nnx_core.view.whole import Guard, HeldByTensor, Part, Seen, Source, guard, local_mode, part_of, unguard
 from nnx_fsdp._torch_compat import HeldParameter
 
 __all__ = ["ParameterPart", "ShardedPart", "gather"]
@@ -353,7 +353,8 @@ class ParameterPart(ShardedPart):
         with local_mode():
             self._keeper.settle()
             gradient = self.tensor.grad
-            if isinstance(gradient, DTensor) and not isinstance(gradient, Guard):
+            known = part_of(gradient)  # complete: one that has only to be waited for
+            if isinstance(gradient, DTensor) and (known is None or known.is_complete):
                 guard(gradient, GradientPart(gradient, self._keeper, f"the gradient of {self.name}"))
             return gradient
 
@@ -440,8 +441,9 @@ class _NotHereError(Exception):
 def _own(argument: Any, part: ShardedPart) -> Any:
     """This rank's elements of an argument of an elementwise function."""
     if isinstance(argument, Guard):
-        argument._part.flush()
-        argument = argument._part.tensor
+        known = argument._part
+        known.flush()
+        argument = known.tensor
     if isinstance(argument, DTensor):
         if argument is not part.tensor and _is_elsewhere(argument, part):
             raise _NotHereError

@@ -8,9 +8,8 @@ objects, whose ``data`` changes; above it masters are DTensors and working weigh
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -20,27 +19,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx_colossalai._torch_compat import without_guards
 from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core._torch_compat import tree_map_only
 from nnx_core.backend import ParallelContext
 from nnx_core.view.hidden_state import StateParts
-from nnx_core.view.torch_functions import Sees, what_it_sees
-from nnx_core.view.whole import guarded_class
 
 __all__ = [
     "Chunk",
     "ChunkEngine",
     "Unit",
     "cast_to",
-    "guard_pending",
-    "is_pending",
     "is_transparent",
     "kept_outputs",
     "needs_no_backward",
     "tensors_with_gradient",
-    "unguard_pending",
 ]
 
 
@@ -260,96 +253,3 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(getattr(value, part.name, None))
     else:
         yield value
-
-
-# Parameters that must be waited for: whatever uses one first makes everyone wait who has to.
-#
-# While an optimizer steps a chunk in the background, or its working weights are not on the device yet, its
-# parameter objects get a subclass of their own class. The first torch function that needs their values calls
-# `wait`, which takes the guard off and then does what there is to do. What tells nothing of the values (the
-# gradient, the shape, hooks) passes. So a callback, a penalty or a forward that takes another module's
-# weight is right without knowing of chunks, and nothing is slower when nobody waits.
-
-
-_SEEN_AT_ONCE = frozenset({Sees.SHAPE, Sees.LOCAL, Sees.GRADIENT, Sees.ASSIGNS_GRADIENT, Sees.HOOK})
-
-
-class _Guard:
-    """Comes before a class of parameters, and lets nobody see values before their time."""
-
-    __slots__ = ()
-    _nnx_wait: Callable[[], None]
-    _plain: type[Tensor]
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if what_it_sees(func) in _SEEN_AT_ONCE:
-            with without_guards():
-                return func(*args, **kwargs)
-        _wait_for(args)
-        _wait_for(kwargs.values())
-        return func(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy is complete, and of the plain class."""
-        _wait_for((self,))
-        return copy.deepcopy(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled complete, as of the plain class."""
-        _wait_for((self,))
-        return self.__reduce_ex__(protocol)
-
-    def __repr__(self) -> str:
-        _wait_for((self,))
-        return repr(self)
-
-
-def guard_pending(parameters: Iterable[nn.Parameter], wait: Callable[[], None]) -> None:
-    """Make the next use of any of the parameters call `wait`; a guard that is there is replaced.
-
-    Args:
-        parameters: The parameters, of any class, DTensors too.
-        wait: Must `unguard_pending` all parameters that were given, and return when they can be used.
-
-    Example:
-        >>> weight = nn.Parameter(torch.ones(2))
-        >>> guard_pending([weight], lambda: (unguard_pending([weight]), print("waiting")))
-        >>> weight.shape, weight.grad, float(weight.sum())
-        waiting
-        (torch.Size([2]), None, 2.0)
-    """
-    for parameter in parameters:
-        parameter._nnx_wait = wait  # type: ignore[attr-defined]
-        if not isinstance(parameter, _Guard):
-            parameter.__class__ = guarded_class(type(parameter), _Guard)
-
-
-def unguard_pending(parameters: Iterable[nn.Parameter]) -> None:
-    """Give parameters their own class back."""
-    for parameter in parameters:
-        if isinstance(parameter, _Guard):
-            parameter.__class__ = parameter._plain  # type: ignore[assignment]
-            del parameter._nnx_wait
-
-
-def is_pending(parameter: Tensor) -> bool:
-    """Return True if a use of the parameter would wait."""
-    return isinstance(parameter, _Guard)
-
-
-def _wait_for(values: Iterable[Any]) -> None:
-    for value in values:
-        if isinstance(value, _Guard):
-            value._nnx_wait()
-        elif isinstance(value, (list, tuple)):
-            _wait_for(value)
-        elif isinstance(value, dict):
-            _wait_for(value.values())

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from nnx_colossalai._torch_compat import without_guards
-from nnx_colossalai.chunks.chunk import Chunk, guard_pending, unguard_pending
+from nnx_colossalai.chunks.chunk import Chunk
 from nnx_colossalai.device import Device
 from nnx_colossalai.ledger import DeviceMemoryError
 from nnx_colossalai.plan.spec import Tier
+from nnx_core.view.pending import guard_pending, unguard_pending
 
 # Parameters one after the other in flat buffers, exactly as large as they are together.
 #

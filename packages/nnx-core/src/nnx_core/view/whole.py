@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,8 @@ class Part(ABC):
     """What this rank stores of it."""
     is_copied_as_stored = False
     """Whether `as_stored` shows what this rank stores of it, as of a DTensor."""
+    is_complete = False
+    """Whether this rank stores all of it: then the whole is the tensor itself."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         """Itself: a tensor that is copied in local mode has it among its attributes."""
@@ -148,6 +150,10 @@ class Part(ABC):
             args: Its arguments, the first of which is this tensor, or a list with it.
             kwargs: Its keyword arguments.
         """
+        return False
+
+    def takes_behind(self, part: Part) -> bool:
+        """Whether a part that is to take this one's place answers only after this one, which keeps it."""
         return False
 
 
@@ -366,7 +372,7 @@ class Guard:
             return None
         if func is torch.autograd.grad:
             return _differentiate(args, kwargs or {})
-        if func in _BACKWARDS and kwargs and kwargs.get("inputs") is not None:
+        if func in _BACKWARDS and kwargs and _is_any_sharded(kwargs.get("inputs")):
             raise UnsupportedError(
                 "`backward(inputs=...)` is asked for gradients of a parameter that is stored in parts.",
                 remedy="Use `torch.autograd.grad`, or set `requires_grad` of the other parameters to False.",
@@ -377,21 +383,28 @@ class Guard:
         """A plain tensor, whole."""
         if id(self) in memo:
             return cast(Tensor, memo[id(self)])
-        made = plain_copy(self)
+        part, made = self._part, plain_copy(self)
         memo[id(self)] = made
-        vars(made).update(copy.deepcopy(self._part.attributes(), memo))
+        vars(made).update(copy.deepcopy(part.attributes(), memo))
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as a plain tensor, whole; refused among several ranks, of which one alone may pickle."""
-        if is_distributed():
+        part = self._part
+        if is_distributed() and not part.is_complete:
             raise _only_gathered(self, "is pickled, as `torch.save` does")
         made = plain_copy(self)
-        vars(made).update(self._part.attributes())
+        vars(made).update(part.attributes())
         return made.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
         return repr(plain_copy(self))
+
+
+def _is_any_sharded(inputs: Any) -> bool:
+    """Whether there is a tensor in the ``inputs`` of a backward of which this rank has a shard only."""
+    found = [part_of(x) for x in ([inputs] if isinstance(inputs, Tensor) else inputs or ())]
+    return any(part is not None and not part.is_complete for part in found)
 
 
 _GRAD: Any = Tensor.grad
@@ -435,6 +448,8 @@ def _seen(
     part = guarded._part
     if sees is Sees.IN_PLACE:
         return _change(func, guarded, args, kwargs)
+    if sees is Sees.MEMORY and part.is_complete:
+        return func(part.whole(), *args, **kwargs)
     if sees is Sees.MEMORY and func.__name__ in STORAGES and is_distributed():
         raise _only_gathered(guarded, "is asked for its storage, as `safetensors` does")
     if sees is Sees.LOCAL or sees is Sees.MEMORY:
@@ -472,25 +487,30 @@ def _in_place_of_list(func: Callable[..., Any], args: Sequence[Any], kwargs: Map
 
 def _on_wholes(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a function on unsharded tensors, and write its changes back."""
-    wholes: dict[int, tuple[Guard, Tensor]] = {}
+    wholes: Wanted = {}
     plain_args = [_unguarded(argument, wholes) for argument in args]
     plain_kwargs = {name: _unguarded(argument, wholes) for name, argument in kwargs.items()}
     result = func(*plain_args, **plain_kwargs)
-    for guarded, whole in wholes.values():
+    for guarded, part, whole in wholes.values():
         if is_random(func):
-            guarded._part.randomized()
-        guarded._part.flush()
+            part.randomized()
+        part.flush()
         if result is whole:
             result = guarded
     return result
 
 
-def _unguarded(argument: Any, wholes: dict[int, tuple[Guard, Tensor]]) -> Any:
+Wanted: TypeAlias = dict[int, tuple[Guard, Part, Tensor]]
+"""The guarded tensors among arguments, each with its part (which asking may take off) and its whole."""
+
+
+def _unguarded(argument: Any, wholes: Wanted) -> Any:
     """An argument with every guarded tensor in it exchanged for the whole."""
     if isinstance(argument, Guard):
         if id(argument) not in wholes:
-            wholes[id(argument)] = argument, argument._part.whole()
-        return wholes[id(argument)][1]
+            part = argument._part
+            wholes[id(argument)] = argument, part, part.whole()
+        return wholes[id(argument)][2]
     if isinstance(argument, DTensor):
         return argument.full_tensor()
     if isinstance(argument, (list, tuple)):
@@ -537,20 +557,20 @@ def _differentiate(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _for_transform(guarded: Guard) -> Tensor:
     """The whole, as transforms wrap what a tensor has stored."""
+    part = guarded._part
     with local_mode(), torch.no_grad():
-        return guarded._part.value().detach()
+        return part.whole() if part.is_complete else part.value().detach()
 
 
 exchange_in_transforms(Guard, _for_transform)
 
 
 @cache
-def guarded_class(plain: type[Any], guard: type = Guard) -> type[Any]:
+def guarded_class(plain: type[Any]) -> type[Any]:
     """The subclass that guarded tensors of a class get; it has the class's name.
 
     Args:
         plain: The class of the tensors, which is the subclass's attribute ``_plain``.
-        guard: The class that answers torch functions in its place.
     """
     attributes = {
         "__module__": plain.__module__,
@@ -558,7 +578,7 @@ def guarded_class(plain: type[Any], guard: type = Guard) -> type[Any]:
         "__slots__": (),
         "_plain": plain,
     }
-    return cast("type[Any]", type(plain)(plain.__name__, (guard, plain), attributes))  # type: ignore[misc]
+    return cast("type[Any]", type(plain)(plain.__name__, (Guard, plain), attributes))  # type: ignore[misc]
 
 
 def can_be_guarded(parameter: Tensor) -> bool:
@@ -579,9 +599,11 @@ def guard(tensor: Any, part: Part) -> None:
         tensor: It keeps its identity; its class becomes a subclass of its own.
         part: Answers for it.
     """
-    tensor._part = part
-    if not is_guarded(tensor):
+    if not isinstance(tensor, Guard):
+        tensor._part = part
         tensor.__class__ = guarded_class(type(tensor))  # type: ignore[arg-type] # mypy on hashes
+    elif not tensor._part.takes_behind(part):
+        tensor._part = part
 
 
 def unguard(tensor: Any) -> None:

@@ -1,0 +1,156 @@
+"""A `Part` for tensors whose values must be waited for, such as weights that are still being stepped.
+
+It keeps no copy and gathers nothing. The first torch function that needs values calls `wait`, which takes
+this part off the tensor; then the tensor answers by itself, or the part that was there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from nnx_core.view.whole import HeldByTensor, Part, guard, local_mode, part_of, unguard
+
+__all__ = ["Pending", "guard_pending", "is_pending", "unguard_pending"]
+
+
+class Pending(HeldByTensor, Part):
+    """A tensor that must be waited for. Shape, gradient and hooks need no waiting.
+
+    Args:
+        tensor: The tensor; this part does not keep it alive.
+        wait: Returns when the tensor can be used, and has called `unguard_pending` for it.
+        behind: The part that answers afterwards; None if the rank has all of the tensor.
+    """
+
+    def __init__(self, tensor: Tensor, wait: Callable[[], None], behind: Part | None) -> None:
+        self.tensor, self.wait, self.behind = tensor, wait, behind
+
+    @property
+    def is_complete(self) -> bool:  # type: ignore[override] # a constant of other parts
+        """True if no other part answers after this one."""
+        return self.behind is None
+
+    @property
+    def is_copied_as_stored(self) -> bool:  # type: ignore[override] # a constant of other parts
+        """True if it is so for the part that answers afterwards."""
+        return self.behind is not None and self.behind.is_copied_as_stored
+
+    def takes_behind(self, part: Part) -> bool:  # noqa: D102 # as the base says, here and below
+        self.behind = part
+        return True
+
+    def _arrive(self) -> Tensor:
+        tensor = self.tensor
+        if part_of(tensor) is self:
+            self.wait()
+        return tensor
+
+    @property
+    def description(self) -> Tensor:  # noqa: D102
+        if self.behind is not None:
+            return self.behind.description
+        with local_mode():
+            return self.tensor.detach()
+
+    def whole(self) -> Tensor:  # noqa: D102
+        tensor = self._arrive()
+        return tensor if self.behind is None else self.behind.whole()
+
+    def value(self) -> Tensor:  # noqa: D102
+        tensor = self._arrive()
+        return tensor.detach() if self.behind is None else self.behind.value()
+
+    def detached(self) -> Tensor:  # noqa: D102
+        tensor = self._arrive()
+        return tensor.detach() if self.behind is None else self.behind.detached()
+
+    def differentiated(self) -> list[Tensor]:  # noqa: D102
+        tensor = self._arrive()
+        return [tensor] if self.behind is None else self.behind.differentiated()
+
+    def attributes(self) -> dict[str, Any]:  # noqa: D102
+        return super().attributes() if self.behind is None else self.behind.attributes()
+
+    def flush(self) -> None:
+        """Wait, as the caller is about to read what this rank stores."""
+        self._arrive()
+        if self.behind is not None:
+            self.behind.flush()
+
+    def randomized(self) -> None:  # noqa: D102
+        if self.behind is not None:
+            self.behind.randomized()
+
+    def assign(self, whole: Tensor) -> None:  # noqa: D102
+        tensor = self._arrive()
+        if self.behind is None:
+            tensor.data = whole
+        else:
+            self.behind.assign(whole)
+
+    def in_place(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:  # noqa: D102
+        self._arrive()
+        if self.behind is not None and isinstance(args[0], (list, tuple)):
+            return False  # others in the list may be pending, too
+        func(*args, **kwargs)
+        return True
+
+    def gradient_shown(self) -> Tensor | None:  # noqa: D102
+        if self.behind is not None:
+            return self.behind.gradient_shown()
+        with local_mode():
+            return self.tensor.grad
+
+    def gradient_given(self, gradient: Any) -> None:  # noqa: D102
+        if self.behind is not None:
+            self.behind.gradient_given(gradient)
+            return
+        with local_mode():
+            self.tensor.grad = gradient
+
+    def hook(self, register: Callable[..., Any], hook: Callable[..., Any]) -> Any:  # noqa: D102
+        if self.behind is not None:
+            return self.behind.hook(register, hook)
+        with local_mode():
+            return register(self.tensor, hook)
+
+
+def guard_pending(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
+    """Make the next use of any of the tensors call `wait`, instead of one that was given before.
+
+    Args:
+        tensors: The tensors, of any class, guarded or not.
+        wait: Must `unguard_pending` all tensors that were given, and return when they can be used.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> guard_pending([weight], lambda: (unguard_pending([weight]), print("waiting")))
+        >>> weight.shape, weight.grad, float(weight.sum())
+        waiting
+        (torch.Size([2]), None, 2.0)
+    """
+    for tensor in tensors:
+        known = part_of(tensor)
+        if type(known) is Pending:  # faster than `isinstance` on an abstract class
+            known.wait = wait
+        else:
+            guard(tensor, Pending(tensor, wait, known))
+
+
+def unguard_pending(tensors: Iterable[Tensor]) -> None:
+    """Let tensors be used without waiting: they get their own class back, or the part behind."""
+    for tensor in tensors:
+        known = part_of(tensor)
+        if type(known) is not Pending:
+            continue
+        unguard(tensor)
+        if known.behind is not None:
+            guard(tensor, known.behind)
+
+
+def is_pending(tensor: Tensor) -> bool:
+    """Return True if a use of the tensor would wait."""
+    return isinstance(part_of(tensor), Pending)
