@@ -1,4 +1,19 @@
-"""Example inputs of a module's forward, for engines that trace it. Computed only when asked for."""
+"""Example inputs of a module's forward, for engines that trace it. Computed only when asked for.
+
+Where the module declares none, the first step is begun once before training, up to its first call of the
+model, and undone. Tracing at the first real call of `forward` was considered. nnscaler needs the call before:
+
+- Pipelines run a program in place of the step, and rank and stage of each parameter are planned before it.
+- The sanity check calls `forward` first, with a validation batch in evaluation mode.
+- Modules on the meta device are materialized part by part, each parameter as its layout says.
+- Resume fills weights into the layout in `setup`, and the saved optimizer state after it.
+- `configure_optimizers` follows the layout: owner ranks and float32 masters are chosen by it.
+- A step may use parameters before it calls the model; its autograd graph would hold their full tensors.
+- Compilation is collective, and a step may call the model on some ranks only.
+
+These follow from the code of `setup`, `make_programs` and `LaidOut`; none was tried out. colossalai plans in
+`setup` with measured activations, as `nnx_colossalai.plan.kept` says.
+"""
 
 from __future__ import annotations
 
