@@ -1,7 +1,8 @@
 """Tensors that a step keeps for its backward, found by a forward and a backward without memory.
 
 The measuring run leaves the module as it was, and never fails: where a model cannot be run so, it
-says why and reports nothing.
+says why and reports nothing. The first real step would come too late to measure in: the plan decides before
+it which weights lie on the device, and without a plan they may not fit.
 """
 
 from __future__ import annotations

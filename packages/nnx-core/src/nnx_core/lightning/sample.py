@@ -1,16 +1,18 @@
 """Example inputs of a module's forward, for engines that trace it. Computed only when asked for.
 
-The first step is begun ahead to see its call of the model, and `PythonState` undoes its side effects. Tracing
-at the first real call instead would spare this. These cases of the tests need the plan earlier:
+Where the module declares none, the first step is begun once before training, up to its first call of the
+model, and undone. Tracing at the first real call of `forward` was considered. nnscaler needs the call before:
 
-- A resume fills each rank's shards in `setup`, before any step; the plan says where the shards lie.
-- Optimizers are built on the laid-out parameters, and owner ranks and FP32 master weights on the optimizers.
-- A model on the meta device gets its values shard by shard, as the plan lays it out.
-- A pipeline runs the traced ``training_step`` in the place of the user's, so no real call precedes it.
-- The sanity check calls forward before training does, without gradients and often with other shapes.
-- Ranks compile together. Where one rank skips the model in its first step, the others would wait for it.
+- Pipelines run a program in place of the step, and rank and stage of each parameter are planned before it.
+- The sanity check calls `forward` first, with a validation batch in evaluation mode.
+- Modules on the meta device are materialized part by part, each parameter as its layout says.
+- Resume fills weights into the layout in `setup`, and the saved optimizer state after it.
+- `configure_optimizers` follows the layout: owner ranks and float32 masters are chosen by it.
+- A step may use parameters before it calls the model; its autograd graph would hold their full tensors.
+- Compilation is collective, and a step may call the model on some ranks only.
 
-Undoing less would not make this shorter: to refuse a side effect it has to be found first, by the same walk.
+These follow from the code of `setup`, `make_programs` and `LaidOut`; none was tried out. colossalai plans in
+`setup` with measured activations, as `nnx_colossalai.plan.kept` says.
 """
 
 from __future__ import annotations

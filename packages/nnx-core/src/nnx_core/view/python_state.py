@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from io import IOBase
-from operator import is_
+from operator import eq
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Literal
@@ -151,6 +151,7 @@ class PythonState:
         self._looks_into = looks_into
         self._seen: dict[int, Any] = {}
         self._notes: list[_Note] = [_Entries(os.environ, (None, ""))]
+        self._only_go_on: list[_Value] = []
         self._globals: set[tuple[int, str]] = set()
         left: deque[tuple[Any, _Where]] = deque()
         left.extend((root, (None, "")) for root in roots)
@@ -191,14 +192,11 @@ class PythonState:
     @property
     def generators(self) -> list[str]:
         """Names of the iterators that were found and only go on."""
-        return [note.where[1] for note in self._that_go_on()]
+        return [note.where[1] for note in self._only_go_on]
 
     def lost(self) -> list[str]:
         """Names of those that went on."""
-        return [note.where[1] for note in self._that_go_on() if note.has_changed()]
-
-    def _that_go_on(self) -> Iterator[_Iterator]:
-        return (note for note in self._notes if isinstance(note, _Iterator) and note.only_goes_on)
+        return [note.where[1] for note in self._only_go_on if note.has_changed()]
 
     def _look_at(self, value: Any, where: _Where) -> Iterator[tuple[Any, _Where]]:
         """Note what may change in a value, and yield what it leads to."""
@@ -214,7 +212,7 @@ class PythonState:
             several = ((name, held) for name, held in value.items() if not isinstance(held, _ATOMS))
             found = [(held, _inner(where, name)) for name, held in several]
         elif isinstance(value, (list, deque, set)):
-            self._notes.append(_Items(value, where))
+            self._notes.append(_items(value, where))
             found = [(held, where) for held in value if not isinstance(held, _ATOMS)]
         elif isinstance(value, (tuple, frozenset)):
             found = [(held, where) for held in value]
@@ -249,7 +247,7 @@ class PythonState:
         elif is_users_own(value.__module__ or ""):
             yield from ((held, where) for held in (*(value.__defaults__ or ()), vars(value)))
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                self._notes.append(_Cell(cell, (None, name)))
+                self._notes.append(_variable(cell, (None, name)))
                 yield _content(cell), (None, name)
             space = value.__globals__
             for name in names_in(value.__code__) & space.keys():
@@ -265,15 +263,17 @@ class PythonState:
             return
         if isinstance(value, np.ndarray):
             if value.nbytes <= _MOST_BYTES and value.dtype != object:
-                self._notes.append(_Array(value, where))
+                self._notes.append(_array(value, where))
         elif isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
-            self._notes.append(_RandomNumbers(value, where))
+            self._notes.append(_Value(where, *_access(value), _same_state))
         elif isinstance(value, IOBase):
-            self._notes.append(_Position(value, where))
+            self._notes.append(_place_in_file(value, where))
         elif only_goes_on(value) or (
             hasattr(type(value), "__next__") and hasattr(type(value), "__setstate__")
         ):
-            self._notes.append(_Iterator(value, where))
+            self._notes.append(note := _progress(value, where))
+            if only_goes_on(value):
+                self._only_go_on.append(note)
             frame = getattr(value, "gi_frame", None)
             yield from ((held, where) for held in (frame.f_locals.values() if frame is not None else ()))
         elif isinstance(value, _HOLDERS) or self._looks_into(type(value).__module__):
@@ -312,22 +312,35 @@ class _Note(ABC):
         """Put it back, and name what had changed."""
 
 
-class _Single(_Note):
-    """One thing that may change."""
+class _Value(_Note):
+    """One thing that may change.
+
+    Args:
+        where: Where it is.
+        read: Returns it as it is now, in a copy that later changes leave alone.
+        write: Makes it what `read` returned.
+        same: Compares two results of `read`.
+    """
+
+    def __init__(
+        self,
+        where: _Where,
+        read: Callable[[], Any],
+        write: Callable[[Any], object],
+        same: Callable[[Any, Any], bool] = eq,
+    ) -> None:
+        super().__init__(where)
+        self._read, self._write, self._same = read, write, same
+        self._before = read()
+
+    def has_changed(self) -> bool:
+        return not self._same(self._read(), self._before)
 
     def put_back(self) -> list[_Where]:
         if not self.has_changed():
             return []
-        self.restore()
+        self._write(self._before)
         return [self.where]
-
-    @abstractmethod
-    def has_changed(self) -> bool:
-        """Return True if it is another now."""
-
-    @abstractmethod
-    def restore(self) -> None:
-        """Make it what it was."""
 
 
 class _Entries(_Note):
@@ -366,28 +379,6 @@ class _Entries(_Note):
         return changed
 
 
-class _Items(_Single):
-    """What is in a list, a deque or a set."""
-
-    def __init__(self, container: Any, where: _Where) -> None:
-        super().__init__(where)
-        self._container = container
-        self._before = list(container)
-
-    def has_changed(self) -> bool:
-        if isinstance(self._container, set):
-            return self._container != set(self._before)
-        if len(self._container) != len(self._before):
-            return True
-        if all(map(is_, self._container, self._before)):
-            return False
-        return not all(map(_means_the_same, self._container, self._before))
-
-    def restore(self) -> None:
-        self._container.clear()
-        (self._container.update if isinstance(self._container, set) else self._container.extend)(self._before)
-
-
 class _ClassAttributes(_Entries):
     """What names stand for in a class, whose dictionary can be read only."""
 
@@ -405,50 +396,43 @@ class _ClassAttributes(_Entries):
         return bool(name[:2] != "__")
 
 
-class _Cell(_Single):
-    """A variable of an enclosing function."""
+def _items(container: Any, where: _Where) -> _Value:
+    """Note what is in a list, a deque or a set."""
+    is_set = isinstance(container, set)
 
-    def __init__(self, cell: CellType, where: _Where) -> None:
-        super().__init__(where)
-        self._cell = cell
-        self._before = _content(cell)
+    def write(before: list[Any]) -> None:
+        container.clear()
+        (container.update if is_set else container.extend)(before)
 
-    def has_changed(self) -> bool:
-        return not _means_the_same(_content(self._cell), self._before)
-
-    def restore(self) -> None:
-        if self._before is not _NOTHING:
-            self._cell.cell_contents = self._before
+    return _Value(where, lambda: list(container), write, _same_members if is_set else _means_the_same)
 
 
-class _Array(_Single):
-    """The elements of an array."""
-
-    def __init__(self, array: Any, where: _Where) -> None:
-        super().__init__(where)
-        self._array = array
-        self._before = array.copy()
-
-    def has_changed(self) -> bool:
-        return bool(self._array.tobytes() != self._before.tobytes())
-
-    def restore(self) -> None:
-        self._array[...] = self._before
+def _same_members(now: list[Any], before: list[Any]) -> bool:
+    return set(now) == set(before)
 
 
-class _RandomNumbers(_Single):
-    """A generator of random numbers of the user's own."""
+def _variable(cell: CellType, where: _Where) -> _Value:
+    """Note a variable of an enclosing function."""
 
-    def __init__(self, generator: Any, where: _Where) -> None:
-        super().__init__(where)
-        self._get, self._set = _access(generator)
-        self._before = self._get()
+    def write(before: Any) -> None:
+        if before is not _NOTHING:
+            cell.cell_contents = before
 
-    def has_changed(self) -> bool:
-        return repr(_exactly(self._get())) != repr(_exactly(self._before))
+    return _Value(where, partial(_content, cell), write, _means_the_same)
 
-    def restore(self) -> None:
-        self._set(self._before)
+
+def _array(array: Any, where: _Where) -> _Value:
+    """Note the elements of an array."""
+    return _Value(where, array.copy, partial(array.__setitem__, ...), _same_bytes)
+
+
+def _same_bytes(now: Any, before: Any) -> bool:
+    return bool(now.tobytes() == before.tobytes())
+
+
+def _same_state(now: Any, before: Any) -> bool:
+    """Compare two states of a generator of random numbers."""
+    return repr(_exactly(now)) == repr(_exactly(before))
 
 
 def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
@@ -461,22 +445,15 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     return generator.get_state, generator.set_state
 
 
-class _Iterator(_Single):
-    """How far an iterator has come."""
+def _progress(iterator: Any, where: _Where) -> _Value:
+    """Note how far an iterator has come; one that only goes on is not put back."""
+    state = () if only_goes_on(iterator) else iterator.__reduce__()[2:]
 
-    def __init__(self, iterator: Any, where: _Where) -> None:
-        super().__init__(where)
-        self._iterator = iterator
-        self._before = _position(iterator)
-        self.only_goes_on = only_goes_on(iterator)
-        self._state = () if self.only_goes_on else iterator.__reduce__()[2:]
+    def write(_: Any) -> None:
+        if state:
+            iterator.__setstate__(state[0])
 
-    def has_changed(self) -> bool:
-        return bool(_position(self._iterator) != self._before)
-
-    def restore(self) -> None:
-        if self._state:
-            self._iterator.__setstate__(self._state[0])
+    return _Value(where, partial(_position, iterator), write)
 
 
 def _position(iterator: Any) -> Any:
@@ -501,26 +478,20 @@ def _told_apart(value: Any) -> Any:
     return value if isinstance(value, (*_ATOMS, range)) else id(value)
 
 
-class _Position(_Single):
-    """Where reading a file has come to."""
+def _place_in_file(file: Any, where: _Where) -> _Value:
+    """Note where reading a file has come to."""
 
-    def __init__(self, file: Any, where: _Where) -> None:
-        super().__init__(where)
-        self._file = file
-        self._before = self._now()
-
-    def _now(self) -> int | None:
+    def read() -> int | None:
         try:
-            return int(self._file.tell())
+            return int(file.tell())
         except (OSError, ValueError):  # a pipe, or closed
             return None
 
-    def has_changed(self) -> bool:
-        return self._now() != self._before
+    def write(before: int | None) -> None:
+        if before is not None:
+            file.seek(before)
 
-    def restore(self) -> None:
-        if self._before is not None:
-            self._file.seek(self._before)
+    return _Value(where, read, write)
 
 
 _NOTHING: Any = object()
