@@ -6,6 +6,10 @@ torchrun would give it, and leaves the workers clean for the next one. This modu
 watching and killing the workers, and is what runs in them. It knows nothing of Lightning.
 """
 
+# Not multiprocessing's forkserver: a process has one for all contexts, so all ranks would hash alike. It is
+# the parent of workers and lives as long as one of them: when tests are killed, a hung worker and the server
+# stay. Here the template ends with the tests, and the workers with the template. (All of it was measured.)
+
 from __future__ import annotations
 
 import atexit
