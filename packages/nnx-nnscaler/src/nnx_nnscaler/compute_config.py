@@ -1,7 +1,7 @@
 """nnScaler's `ComputeConfig`: the fields that describe what a model is compiled for.
 
 Every field means something here, or is refused with the reason and what to do instead; none is ignored.
-This module checks values; `NnScalerOptions` makes its choices from them. Standard library only.
+`ComputeConfig.strategy_options` translates them into options of the strategies. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ PIPELINE_FIELDS = (
     "pipeline_nmicros",
     "pipeline_nstages",
     "pipeline_scheduler",
-    "pipeline_pivots",
 )
+"""Options of pipelines that have one name here and in ``pas_config``."""
+_GIB = 1024**3
 
 
 _FEWER_MICROS = (
@@ -62,6 +63,7 @@ _TAKEN = (
         "save_plan_path",
         "verbose",
         "explore_pipeline",
+        "pipeline_pivots",
     ),
     *PIPELINE_FIELDS,
 )
@@ -128,10 +130,7 @@ class ComputeConfig:
     def __post_init__(self) -> None:
         check_options(self)
         self._check_sizes()
-        if self.zero_ngroups != 1 and not self.use_zero:
-            raise OptionError(
-                f"zero_ngroups={self.zero_ngroups} without use_zero.", remedy="Set `use_zero=True` as well."
-            )
+        check_zero_groups(self.zero_ngroups, self.use_zero)
         if self.zero_use_reduce_scatter and not self.use_zero:
             raise OptionError(
                 "zero_use_reduce_scatter=True without use_zero.", remedy="Set `use_zero=True` as well."
@@ -148,6 +147,34 @@ class ComputeConfig:
                 f"plan_ngpus={self.plan_ngpus} does not divide runtime_ngpus={self.runtime_ngpus}.",
                 remedy="Choose a divisor: units of plan_ngpus ranks are replicated over all ranks.",
             )
+
+    def strategy_options(self) -> dict[str, Any]:
+        """The options of `NnScalerOptions` that these fields and ``pas_config`` set.
+
+        Example:
+            >>> ComputeConfig(2, pas_config={"pipeline_pivots": "a,b"}).strategy_options()
+            {'plan_ngpus': 2, 'stage_cuts': ('a', 'b')}
+        """
+        pas = self.pas_config
+        found: dict[str, Any] = {}
+        if self.plan_ngpus is not None:
+            found["plan_ngpus"] = self.plan_ngpus
+        if self.use_zero:
+            found["use_zero"] = True
+        if self.zero_ngroups != 1:
+            found["zero_ngroups"] = self.zero_ngroups
+        if (memory := pas.get("mem_constraint", -1)) != -1:
+            found["memory_limit"] = memory * _GIB
+        for key, name in (("load_plan_path", "load_plan"), ("save_plan_path", "save_plan")):
+            if key in pas:
+                found[name] = str(pas[key])
+        for key, name in (("recompute_modules", "recompute"), ("pipeline_pivots", "stage_cuts")):
+            if names := pas.get(key):
+                found[name] = tuple(names.split(",") if isinstance(names, str) else names)
+        found |= {name: pas[name] for name in PIPELINE_FIELDS if pas.get(name) is not None}
+        if pas.get("explore_pipeline") is False:
+            found["pp_size"] = 1
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """All fields, as plain data."""
@@ -178,6 +205,18 @@ def compute_config_from(value: object) -> ComputeConfig:
         if key not in known:
             raise _unknown("compute_config", key, known)
     return ComputeConfig(**value)
+
+
+def check_zero_groups(zero_ngroups: int | None, use_zero: bool | None) -> None:
+    """Refuse groups of ZeRO without ZeRO.
+
+    Raises:
+        OptionError: There are several groups.
+    """
+    if zero_ngroups not in (None, 1) and not use_zero:
+        raise OptionError(
+            f"zero_ngroups={zero_ngroups} without use_zero.", remedy="Set `use_zero=True` as well."
+        )
 
 
 def _check_pas_config(pas_config: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from nnx_core.errors import OptionError
 from nnx_core.options import check_choice, check_options, option
-from nnx_nnscaler.compute_config import PIPELINE_FIELDS, ComputeConfig, compute_config_from
+from nnx_nnscaler.compute_config import PIPELINE_FIELDS, ComputeConfig, check_zero_groups, compute_config_from
 
 POLICIES = ("dp", "zero", "tp", "data", "autodist", "pp", "hybrid")
 PIPELINES = ("pp", "hybrid")
@@ -25,7 +25,6 @@ SCHEDULES = {
 """Schedules of pipelines, and what torch calls them."""
 V_SHAPED = ("zbv", "dualpipev")
 """Schedules in which the first rank has the first and the last of two stages for each rank."""
-_GIB = 1024**3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,41 +145,36 @@ class NnScalerOptions:
     )
 
     def __post_init__(self) -> None:
-        self._merge_compute_config()
-        if self.pas_policy is not None:
-            _set(self, "policy", self.pas_policy)
-            _set(self, "pas_policy", None)
+        for name, value in self._normalized().items():
+            object.__setattr__(self, name, value)  # the one place: a frozen dataclass keeps what it was given
         check_options(self)
         self._check_policy()
-        if self.use_zero is None:
-            _set(self, "use_zero", self.policy == "zero")
         self._check_numbers()
-        if isinstance(self.recompute, str):
-            _set(self, "recompute", (self.recompute,))
-        elif self.recompute is not None:
-            _set(self, "recompute", tuple(self.recompute))
         self._check_pipeline()
 
-    def _merge_compute_config(self) -> None:
-        """Let `compute_config` say what the options leave open; contradictions are refused."""
+    def _normalized(self) -> dict[str, Any]:
+        """The fields whose values were given in other words, in the words of this class.
+
+        Raises:
+            OptionError: `compute_config` contradicts an option.
+        """
         config = compute_config_from(self.compute_config)
-        _set(self, "compute_config", config)
-        given = {
-            "plan_ngpus": config.plan_ngpus,
-            "use_zero": config.use_zero or None,
-            "zero_ngroups": None if config.zero_ngroups == 1 else config.zero_ngroups,
-            **_from_pas_config(config.pas_config),
-        }
-        for name, value in given.items():
-            own = getattr(self, name)
-            if value is None:
-                continue
+        policy = self.policy if self.pas_policy is None else self.pas_policy
+        found: dict[str, Any] = {"compute_config": config, "policy": policy, "pas_policy": None}
+        for name in ("recompute", "stage_cuts"):
+            value = getattr(self, name)
+            found[name] = (value,) if isinstance(value, str) else value if value is None else tuple(value)
+        for name, value in config.strategy_options().items():
+            own = found.get(name, getattr(self, name))
             if own is not None and own != value:
                 raise OptionError(
                     f"{name}={own!r} contradicts {name}={value!r} of compute_config.",
                     remedy="Give it in one of them only.",
                 )
-            _set(self, name, value)
+            found[name] = value
+        if found.get("use_zero", self.use_zero) is None:
+            found["use_zero"] = policy == "zero"
+        return found
 
     def _check_policy(self) -> None:
         policy = self.policy
@@ -198,16 +192,9 @@ class NnScalerOptions:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not value > 0 or math.isinf(value)):
                 raise OptionError(f"{name}={value!r} is not positive.", remedy="Pass a positive number.")
-        if self.zero_ngroups not in (None, 1) and not self.use_zero:
-            raise OptionError(
-                f"zero_ngroups={self.zero_ngroups} without use_zero.", remedy="Set `use_zero=True` as well."
-            )
+        check_zero_groups(self.zero_ngroups, self.use_zero)
 
     def _check_pipeline(self) -> None:
-        if isinstance(self.stage_cuts, str):
-            _set(self, "stage_cuts", (self.stage_cuts,))
-        elif self.stage_cuts is not None:
-            _set(self, "stage_cuts", tuple(self.stage_cuts))
         if self.policy not in PIPELINES:
             if self.config.use_end2end and self.policy != "autodist":
                 raise OptionError(
@@ -216,7 +203,7 @@ class NnScalerOptions:
                 )
             chooses = self.policy == "autodist"
             why = "which chooses stages itself" if chooses else "which has no stages"
-            for name in (*PIPELINE_FIELDS[:4], "stage_cuts", "timeline_file"):
+            for name in (*PIPELINE_FIELDS, "stage_cuts", "timeline_file"):
                 value = getattr(self, name)
                 if value is not None and not (chooses and (name, value) == ("pp_size", 1)):
                     raise OptionError(
@@ -224,7 +211,7 @@ class NnScalerOptions:
                         remedy="Set policy='pp' or 'hybrid', or leave it out.",
                     )
             return
-        for name in (*PIPELINE_FIELDS[:4], "stage_cuts"):
+        for name in (*PIPELINE_FIELDS, "stage_cuts"):
             value = getattr(self, name)
             if self.load_plan is not None and value is not None:
                 raise OptionError(
@@ -348,29 +335,3 @@ class NnScalerOptions:
         """These options with `runtime_ngpus` filled in, as keys and plans record them."""
         config = replace(self.config, runtime_ngpus=world_size)
         return replace(self, compute_config=config)
-
-
-def _from_pas_config(pas_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate the original's policy options to ours."""
-    found: dict[str, Any] = {}
-    memory = pas_config.get("mem_constraint", -1)
-    if memory != -1:
-        found["memory_limit"] = memory * _GIB
-    if "load_plan_path" in pas_config:
-        found["load_plan"] = str(pas_config["load_plan_path"])
-    if "save_plan_path" in pas_config:
-        found["save_plan"] = str(pas_config["save_plan_path"])
-    if pas_config.get("recompute_modules"):
-        modules = pas_config["recompute_modules"]
-        found["recompute"] = tuple(modules.split(",") if isinstance(modules, str) else modules)
-    pivots = pas_config.get("pipeline_pivots")
-    if pivots:
-        found["stage_cuts"] = tuple(pivots.split(",") if isinstance(pivots, str) else pivots)
-    found |= {name: pas_config[name] for name in PIPELINE_FIELDS[:4] if name in pas_config}
-    if pas_config.get("explore_pipeline") is False:
-        found["pp_size"] = 1
-    return found
-
-
-def _set(options: NnScalerOptions, name: str, value: Any) -> None:
-    object.__setattr__(options, name, value)

@@ -599,11 +599,11 @@ def guard(tensor: Any, part: Part) -> None:
         tensor: It keeps its identity; its class becomes a subclass of its own.
         part: Answers for it.
     """
-    if not isinstance(tensor, Guard):
-        tensor._part = part
+    if is_guarded(tensor) and tensor._part.takes_behind(part):
+        return
+    tensor._part = part
+    if not is_guarded(tensor):
         tensor.__class__ = guarded_class(type(tensor))  # type: ignore[arg-type] # mypy on hashes
-    elif not tensor._part.takes_behind(part):
-        tensor._part = part
 
 
 def unguard(tensor: Any) -> None:
