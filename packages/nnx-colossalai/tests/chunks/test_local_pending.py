@@ -208,3 +208,37 @@ def test_a_later_guard_takes_the_place_of_an_earlier_one():
     guard_pending([weight], lambda: (seen.append(1), unguard_pending([weight])))
     guard_pending([weight], lambda: (seen.append(2), unguard_pending([weight])))
     assert weight.sum() == 2 and seen == [2]
+
+
+def wait_once(*weights):
+    """The list that waiting is noted in."""
+    seen = []
+    guard_pending(weights, lambda: (seen.append("waits"), unguard_pending(weights)))
+    return seen
+
+
+def test_a_backward_that_names_a_pending_weight_waits_for_it():
+    weight = nn.Parameter(torch.ones(2))
+    loss = weight.square().sum()
+    seen = wait_once(weight)
+    loss.backward(inputs=[weight])
+    assert weight.grad.tolist() == [2, 2] and seen == ["waits"]
+
+
+def test_a_transform_of_a_pending_weight_waits_for_it():
+    weight = nn.Parameter(torch.ones(2))
+    seen = wait_once(weight)
+    assert torch.func.grad(lambda one: one.square().sum())(weight).tolist() == [2, 2] and seen == ["waits"]
+
+
+def test_a_list_of_pending_tensors_is_changed_after_waiting_for_all():
+    first, second = torch.ones(2), torch.ones(2)
+    seen = [wait_once(first), wait_once(second)]
+    torch._foreach_mul_([first, second], 3.0)
+    assert (first + second).tolist() == [6, 6] and seen == [["waits"], ["waits"]]
+
+
+def test_the_memory_of_a_pending_tensor_is_its_own_after_waiting():
+    weight = nn.Parameter(torch.ones(2))
+    address, seen = weight.data_ptr(), wait_once(weight)
+    assert weight.data_ptr() == address and seen == ["waits"]
