@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from hashlib import sha256
 from inspect import signature
@@ -283,6 +284,18 @@ def _is_stateful(value: Any) -> bool:
     if isinstance(value, type):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def with_states(request: SaveRequest) -> SaveRequest:
+    """Replace the objects of a request that have a state by their state. Collective if the request is.
+
+    Raises:
+        CheckpointError: A state is sharded, or differs between ranks.
+    """
+    objects, rank_objects = _states_of(
+        request.objects, {}, request.rank_objects, request.opaque, collective=request.collective
+    )
+    return replace(request, objects=objects, rank_objects=rank_objects)
 
 
 def _states_of(

@@ -52,7 +52,7 @@ def wrong(graph):
 def test_a_wrong_result_is_refused_and_names_the_operator():
     module = GPT(layers=1)
     graph = trace_forward(module, *CALL)
-    with pytest.raises(PlanError, match=r"result differs is \S*layer_norm\S* .*norm1") as caught:
+    with pytest.raises(PlanError, match=r"First operator that differs: \S*layer_norm\S* .*norm1") as caught:
         self_check(module, graph, wrong(graph), CALL)
     assert "nnscaler_codegen_models.py" in str(caught.value)
     assert "verify=False" in str(caught.value)

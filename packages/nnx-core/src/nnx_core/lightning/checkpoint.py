@@ -19,6 +19,7 @@ import torch
 import nnx_checkpoint as storage
 from nnx_base.ranks import control_group, together
 from nnx_checkpoint.format.inflight import after_save, settle
+from nnx_checkpoint.loop import with_states
 from nnx_checkpoint.reading.naming import (
     FABRIC_KEYS,
     RANKS,
@@ -207,7 +208,7 @@ class CheckpointIO:
         if self.async_save and not is_last:
             save_async(request)
         else:
-            save(request)
+            save(with_states(request))
 
 
 def settle_together() -> None:

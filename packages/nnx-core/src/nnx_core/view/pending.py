@@ -126,6 +126,7 @@ def guard_pending(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
         wait: Must `unguard_pending` all tensors that were given, and return when they can be used.
 
     Example:
+        >>> import torch
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> guard_pending([weight], lambda: (unguard_pending([weight]), print("waiting")))
         >>> weight.shape, weight.grad, float(weight.sum())
