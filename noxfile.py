@@ -77,7 +77,7 @@ assert trainer.global_step == 2
 """
 """Trains in processes that a launcher starts."""
 LITE = """
-import sys
+import tempfile
 import torch
 from nnx.lite import LightningLite
 class Train(LightningLite):
@@ -86,8 +86,9 @@ class Train(LightningLite):
         model, optimizer = self.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
         self.backward(model(torch.ones(2, 4)).sum())
         optimizer.step()
-        self.save({"model": model, "optimizer": optimizer}, sys.argv[1])
-        return sorted(self.load(sys.argv[1]))
+        path = tempfile.mkdtemp() + "/lite.ckpt"
+        self.save({"model": model, "optimizer": optimizer}, path)
+        return sorted(self.load(path))
 assert Train(strategy="ddp", devices=1).run() == ["model", "optimizer"]
 """
 """Trains a loop of Lite."""
@@ -103,7 +104,7 @@ else:
     raise SystemExit("there is a Lite where nnx-lite is not installed")
 """
 """Asks for Lite where its package is absent."""
-SCRIPTS = {"nnx-ray": (LAUNCH, "ray"), "nnx-lite": (LITE, "lite.ckpt")}
+SCRIPTS = {"nnx-ray": (LAUNCH, "ray"), "nnx-lite": (LITE,)}
 """What tries each package that has no strategy."""
 BARE_LOOP = """
 import importlib.util, sys
@@ -316,8 +317,7 @@ def isolation(session: nox.Session) -> None:
         if plugin in names:
             conform(session, python, names[plugin][0])
         else:
-            with session.chdir(session.create_tmp()):
-                session.run(python, "-I", "-c", *SCRIPTS[plugin], external=True)
+            session.run(python, "-I", "-c", *SCRIPTS[plugin], external=True)
         if plugin == "nnx-fsdp":
             outlive_another_nnx(session, python, built)
         came = sorted(installed(session, python) - shared)
