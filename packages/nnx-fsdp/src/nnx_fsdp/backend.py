@@ -17,7 +17,6 @@ from nnx_base.clean_up import clean_up_after_error
 from nnx_checkpoint.reading.state import ModelState
 from nnx_core.backend import ParallelContext, Sample
 from nnx_core.errors import OptionError
-from nnx_core.optimizers.gradients import refuse_sparse_layers
 from nnx_core.parts_backend import PartsBackend
 from nnx_core.view.hidden_state import StateParts
 from nnx_core.view.modules import Layers
@@ -51,14 +50,13 @@ class FSDPBackend(PartsBackend[FSDPOptions]):
         super().setup(context)
         if self._sharding is not None:  # kept from one stage of a Trainer to the next
             return
-        self._checkpointed = Layers(self.options.activation_checkpointing, option="activation_checkpointing")
         self._sharding = Sharding(
             self._make_mesh(context),
             context.device,
             mixed_precision=self._mixed_precision(),
             offload=self._offload_policy(),
             compile=self.options.compile,
-            checkpointed=self._checkpointed,
+            checkpointed=Layers(self.options.activation_checkpointing, option="activation_checkpointing"),
             sync_module_states=self.options.sync_module_states,
             is_watched=lambda: self.is_watched and self.context.world_size > 1,
             has_by_choice=self.options.auto_wrap,
@@ -120,8 +118,6 @@ class FSDPBackend(PartsBackend[FSDPOptions]):
         """Shard the chosen units bottom-up and the rest with the root."""
         if self.sharding.holds(module) or isinstance(module, FSDPModule):
             return {}
-        refuse_sparse_layers(module, engine="FSDP2")
-        self._checkpointed.check(module)
         choice = self._choose_units(module)
         self._summaries[module] = self._describe(module, choice)
         return self.sharding.shard(

@@ -26,6 +26,7 @@ from nnx_base.clean_up import clean_up_after_error
 from nnx_core._torch_compat import begin_anew, states_of
 from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.errors import UnsupportedError
+from nnx_core.optimizers.gradients import refuse_sparse_layers
 from nnx_core.view.hidden_state import StateParts
 from nnx_core.view.modules import (
     Layers,
@@ -173,8 +174,12 @@ class Sharding:
             The DTensor in the place of each parameter.
 
         Raises:
-            UnsupportedError: A unit shares parameters with modules outside of it.
+            OptionError: `checkpointed` names a layer that the model does not have.
+            UnsupportedError: A layer has sparse gradients, or a unit shares parameters with modules outside of
+                it.
         """
+        refuse_sparse_layers(root, engine="FSDP2")
+        self._checkpointed.check(root)
         for unit in units:
             self.shard_unit(unit)
         self._refuse_split_ties(root)

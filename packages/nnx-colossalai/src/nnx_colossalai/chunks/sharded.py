@@ -36,7 +36,6 @@ from nnx_colossalai.chunks.sharded_parts import CastParameters, sharded_segments
 from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
-from nnx_core.optimizers.gradients import refuse_sparse_layers
 from nnx_core.view.hidden_state import StateParts
 from nnx_core.view.whole import is_guarded, show_plain, show_whole
 from nnx_fsdp._torch_compat import can_be_sharded
@@ -82,7 +81,6 @@ class ShardedEngine(ChunkEngine):
     def parallelize(self, root: nn.Module, units: Sequence[Unit]) -> Mapping[nn.Parameter, nn.Parameter]:
         if self._root is not None:
             return {}
-        refuse_sparse_layers(root, engine="FSDP2")
         replaced = self._sharding.shard(
             root,
             [
