@@ -105,7 +105,7 @@ else:
 """
 """Asks for Lite where its package is absent."""
 SCRIPTS = {"nnx-ray": (LAUNCH, "ray"), "nnx-lite": (LITE,)}
-"""What tries each package that has no strategy."""
+"""The script, with its arguments, that tries each package without a strategy."""
 BARE_LOOP = """
 import importlib.util, sys
 import torch

@@ -87,7 +87,7 @@ def save(
         **values: Further objects by name, such as ``step=3`` or ``scheduler=scheduler``.
 
     Raises:
-        CheckpointError: A rank could not describe or write its shards, or an object's state differs.
+        CheckpointError: On every rank, if one cannot describe or write its shards, or objects' states differ.
         TypeError: A value is named almost like an argument, or optimizers are given without a model.
 
     Example:

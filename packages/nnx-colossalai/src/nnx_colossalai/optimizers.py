@@ -177,7 +177,7 @@ _STEPS = frozenset(_function(kind.step) for kind in _EACH_BY_ITSELF)
 
 
 def steps_each_parameter(step: Callable[..., Any]) -> bool:
-    """Return True if a step is one of torch's that treats every parameter by itself, after one closure.
+    """Return True if a step is torch's own and treats every parameter alone, after one closure.
 
     Example:
         >>> steps_each_parameter(AdamW([torch.zeros(1)]).step)

@@ -175,8 +175,7 @@ class Sharding:
 
         Raises:
             OptionError: `checkpointed` names a layer that the model does not have.
-            UnsupportedError: A layer has sparse gradients, or a unit shares parameters with modules outside of
-                it.
+            UnsupportedError: A layer has sparse gradients, or a unit shares parameters with other modules.
         """
         refuse_sparse_layers(root, engine="FSDP2")
         self._checkpointed.check(root)

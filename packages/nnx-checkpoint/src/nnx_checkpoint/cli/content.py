@@ -268,7 +268,7 @@ class Content:
 
     @property
     def trainer(self) -> dict[str, Any]:
-        """Return the entries of Lightning's dict beside weights and optimizers."""
+        """Return the entries of a Lightning checkpoint besides weights and optimizers."""
         found = self.objects.get("trainer") if isinstance(self.objects, dict) else None
         return found if isinstance(found, dict) else {}
 

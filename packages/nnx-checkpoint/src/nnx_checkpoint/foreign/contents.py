@@ -234,7 +234,7 @@ class Contents:
         return found if all(f"model.{name}" in known for name in found.values()) else {}
 
     def set_trainer(self, rest: Mapping[str, Any]) -> None:
-        """Set the rest of Lightning's dict."""
+        """Set the remaining entries of a Lightning checkpoint."""
         self.objects["trainer"] = dict(rest)
 
     def opened(

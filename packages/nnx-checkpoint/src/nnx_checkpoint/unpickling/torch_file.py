@@ -69,7 +69,7 @@ class FileTensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """True if its elements lie in row-major order without gaps."""
+        """True if its elements are contiguous in row-major order."""
         expected = 1
         for extent, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if extent != 1 and stride != expected:

@@ -69,7 +69,7 @@ class Segment:
 
 
 def is_chunkable(parameter: nn.Parameter) -> bool:
-    """Return True if a parameter can lie in a flat buffer: it has values, of an ordinary floating dtype.
+    """Return True if a flat buffer can hold a parameter: it has values, of an ordinary floating dtype.
 
     Example:
         >>> is_chunkable(nn.Parameter(torch.zeros(2))), is_chunkable(nn.Parameter(torch.zeros(2).cfloat()))

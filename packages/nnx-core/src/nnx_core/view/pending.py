@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nnx_core.view.whole import HeldByTensor, Part, guard, local_mode, part_of, unguard
 
-__all__ = ["Pending", "guard_pending", "is_pending", "unguard_pending"]
+__all__ = ["Pending", "guard_pending", "unguard_pending"]
 
 
 class Pending(HeldByTensor, Part):
@@ -150,8 +150,3 @@ def unguard_pending(tensors: Iterable[Tensor]) -> None:
         unguard(tensor)
         if known.behind is not None:
             guard(tensor, known.behind)
-
-
-def is_pending(tensor: Tensor) -> bool:
-    """Return True if a use of the tensor would wait."""
-    return isinstance(part_of(tensor), Pending)
