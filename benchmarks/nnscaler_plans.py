@@ -308,7 +308,7 @@ def side_with_peak(model: Model, written: Written) -> Side:
 
 def alive() -> int:
     """Bytes of all tensors that Python knows, those aside that a trace left without storage."""
-    from nnx_core.view.whole import local_mode
+    from nnx_core.view.guard import local_mode
 
     storages = {}
     with local_mode():  # of parameters in parts, the parts

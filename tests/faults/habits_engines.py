@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nnx_core.options import option
-from nnx_core.view.whole import unguard
+from nnx_core.view.guard import unguard
 from nnx_deepspeed.backend import DeepSpeedBackend
 from nnx_deepspeed.options import DeepSpeedOptions
 from nnx_fairscale.fsdp import FairscaleFSDPBackend

@@ -6,8 +6,8 @@ plan's. Steps that run out of device memory are repeated here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from nnx_colossalai.retry import Retrying
 from nnx_core._torch_compat import tree_map_only
 from nnx_core.backend import ParallelContext, Sample
 from nnx_core.errors import UnsupportedError
-from nnx_core.parts_backend import PartsBackend
+from nnx_core.parts_backend import PartsBackend, View
 from nnx_core.view.hidden_state import StateParts
 
 __all__ = [
@@ -227,14 +227,10 @@ class ColossalAIBackend(PartsBackend[ColossalAIOptions]):
         self._finish()
         yield
 
-    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """Parameters are the masters that this rank holds."""
+    def views(self, optimizer: Optimizer) -> Iterable[View]:
+        """Return the parameters, if this rank holds shards of their masters."""
         owner = self._owners.get(optimizer)
-        return nullcontext() if owner is None else owner.engine.stepping()
-
-    def for_user(self, optimizer: Optimizer, argument: Any) -> Any:
-        """Return a closure that sees unsharded weights; other arguments as they are."""
-        return self._owners[optimizer].engine.for_user(argument)
+        return () if owner is None else owner.engine.views()
 
     def written(self, module: nn.Module) -> Mapping[str, int]:
         """What was written into weights that the ranks hold in shards."""

@@ -12,8 +12,8 @@ from torch import nn
 
 from jobs.colossalai_local import TIERS, UNITS, ByHand, Layers, inputs, lay_out, mean_square, same_bits
 from nnx_colossalai.plan.spec import Tier
+from nnx_core.view.guard import part_of
 from nnx_core.view.pending import Pending, guard_pending, unguard_pending
-from nnx_core.view.whole import part_of
 
 each_tier = pytest.mark.parametrize("tier", TIERS, ids=lambda one: one.value)
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)

@@ -8,10 +8,10 @@ and owner ranks step the parameters whose update reads more than one element.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -25,8 +25,42 @@ from nnx_core.view.hidden_state import HiddenStates, StateParts
 T = TypeVar("T")
 
 
+class View(Protocol):
+    """Parameters, or optimizer state, that an optimizer's step sees otherwise than user code does."""
+
+    def stepping(self) -> AbstractContextManager[Any]:
+        """Return a context in which they are this rank's shards."""
+
+    def user_code(self) -> AbstractContextManager[Any]:
+        """Return a context within `stepping` in which they read as unsharded, for a closure."""
+
+
+@contextmanager
+def stepping(views: Iterable[View]) -> Iterator[None]:
+    """Show this rank's shards, in order."""
+    with ExitStack() as stack:
+        for view in views:
+            stack.enter_context(view.stepping())
+        yield
+
+
+def _for_user(views: Sequence[View], argument: Any) -> Any:
+    """Return an argument of a step for use within `stepping`: a closure reads unsharded tensors."""
+    if not callable(argument):
+        return argument
+
+    @wraps(argument)
+    def closure(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for view in reversed(views):
+                stack.enter_context(view.user_code())
+            return argument(*args, **kwargs)
+
+    return closure
+
+
 class PartsBackend(Backend[OptionsT]):
-    """A backend whose ranks hold shards. An engine adds `local`, `for_user`, and `state_parts`.
+    """A backend whose ranks hold shards. An engine adds `local`, `views`, and `state_parts`.
 
     Args:
         options: See `Backend`.
@@ -46,13 +80,9 @@ class PartsBackend(Backend[OptionsT]):
     def local(self) -> AbstractContextManager[Any]:
         """Return a context in which parameters and optimizer state are this rank's shards."""
 
-    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """Return the context of an optimizer's step, and of reading its gradients: by default `local`."""
-        return self.local()
-
     @abstractmethod
-    def for_user(self, optimizer: Optimizer, argument: Any) -> Any:
-        """Return an argument of a step for use within `stepping`: a closure that sees unsharded weights."""
+    def views(self, optimizer: Optimizer) -> Iterable[View]:
+        """Return the parameters that an optimizer's step sees as this rank's shards."""
 
     def state_parts(self, module: nn.Module) -> StateParts | None:
         """Return how the optimizer state of a module reads as unsharded; None leaves it visible as it is."""
@@ -71,13 +101,11 @@ class PartsBackend(Backend[OptionsT]):
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run the step on shards; its closure, as user code, sees unsharded weights and state."""
-        seen = partial(self._seen, optimizer)
-        args, kwargs = tuple(map(seen, args)), {name: seen(value) for name, value in kwargs.items()}
-        with self.stepping(optimizer), self._states.shown(optimizer):
+        views = [*self.views(optimizer), *self._states.of(optimizer)]
+        for_user = partial(_for_user, views)
+        args, kwargs = tuple(map(for_user, args)), {name: for_user(value) for name, value in kwargs.items()}
+        with stepping(views):
             return self.step_shards(optimizer, step, *args, **kwargs)
-
-    def _seen(self, optimizer: Optimizer, argument: Any) -> Any:
-        return self.for_user(optimizer, self._states.for_user(optimizer, argument))
 
     def step_shards(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Step within `stepping`; owner ranks gather the parameters that they step."""
@@ -85,7 +113,7 @@ class PartsBackend(Backend[OptionsT]):
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
         """Handles on the local gradients, with the values that user code wrote into unsharded ones."""
-        with self.stepping(optimizer):
+        with stepping(self.views(optimizer)):
             return super().gradients(optimizer)
 
     def model_state(self, module: nn.Module) -> ModelState:
@@ -96,10 +124,10 @@ class PartsBackend(Backend[OptionsT]):
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
         """Handles on the shards of the state, and on the unsharded state of owner ranks."""
-        with self.local(), self._states.shown(optimizer):
+        with self.local(), stepping(self._states.of(optimizer)):
             return self._owner_ranks.describe(module, optimizer)
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
         """Restore the shards that this rank holds, and the state of parameters that it owns."""
-        with self.local(), self._states.shown(optimizer):
+        with self.local(), stepping(self._states.of(optimizer)):
             self._owner_ranks.load(self, module, optimizer, saved)

@@ -21,7 +21,7 @@ from nnx_base.ranks import control_group, is_distributed
 from nnx_core._torch_compat import end_of_backward, foreach_copy_, will_execute
 from nnx_core.agree.announced_waits import announced
 from nnx_core.agree.watch import Writes
-from nnx_core.view.whole import Part, guard, local_mode, show_plain, show_whole, unguard
+from nnx_core.view.guard import Part, guard, local_mode, show_plain, show_whole, unguard
 
 P = ParamSpec("P")
 T = TypeVar("T")

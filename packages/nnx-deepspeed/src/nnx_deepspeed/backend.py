@@ -228,7 +228,7 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         engine = self._engine
         if engine is None or optimizer is not engine.optimizer:
             return super().optimizer_state(module, optimizer)
-        with engine.state.shown():
+        with engine.state.stepping():
             described = super().optimizer_state(module, optimizer)
         names = parameter_names(module)
         states = {names[p]: engine.partitions.state(p, engine.shadow) for p in engine.partitions.parameters()}

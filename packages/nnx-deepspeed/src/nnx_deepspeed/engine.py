@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from nnx_core.agree.watch import Writes
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.optimizers.own_optimizers import OwnOptimizers
+from nnx_core.view.guard import local_mode
 from nnx_core.view.hidden_state import HiddenState
 from nnx_core.view.modules import lay_in_order, move_buffers_to, with_strides
-from nnx_core.view.whole import local_mode
 from nnx_deepspeed._deepspeed_compat import (
     count_backwards_anew,
     forget_gradients,
@@ -271,13 +271,13 @@ class ZeroEngine:
         def closure_and_step() -> Any:
             loss = None
             if closure is not None:
-                with torch.enable_grad(), self.state.hidden():
+                with torch.enable_grad(), self.state.user_code():
                     loss = closure()
             visible.update(self._step())
             return loss
 
         visible: dict[nn.Parameter, Tensor] = {}
-        with self.state.shown():
+        with self.state.stepping():
             result = step(closure=closure_and_step)  # which must find no gradients
         self.whole_gradients.show_again(visible)
         return result

@@ -25,7 +25,7 @@ from nnx_base.box import cut_range
 from nnx_base.shard import Box, Shard, shard_of, shard_of_range
 from nnx_core.errors import CheckpointError
 from nnx_core.optimizers.gradients import Gradient
-from nnx_core.view.whole import Part
+from nnx_core.view.guard import Part
 from nnx_deepspeed._deepspeed_compat import (
     fragment,
     gather_for_user,

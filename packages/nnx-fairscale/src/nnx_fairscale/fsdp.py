@@ -480,9 +480,9 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
         """Around the engine's own work: parameters are this rank's shards."""
         return nullcontext() if self._weights is None else self._weights.stepping()
 
-    def for_user(self, optimizer: Optimizer, argument: Any) -> Any:
-        """Return a closure that sees unsharded weights; other arguments as they are."""
-        return argument if self._weights is None else self._weights.for_user(argument)
+    def views(self, optimizer: Optimizer) -> list[Weights]:
+        """Return the parameters in units."""
+        return [] if self._weights is None else [self._weights]
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
         """Handles on this rank's parts of the gradients."""

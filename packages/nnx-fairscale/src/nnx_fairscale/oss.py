@@ -133,9 +133,9 @@ class Ownership:
                     hidden[parameter] = parameter.grad
                     parameter.grad = None
 
-        args, kwargs = _around_closure(self.state.hidden, hide, args, kwargs)
+        args, kwargs = _around_closure(self.state.user_code, hide, args, kwargs)
         try:
-            with self.state.shown():
+            with self.state.stepping():
                 result = step(*args, **kwargs)
         finally:
             for parameter, gradient in hidden.items():
@@ -428,7 +428,7 @@ class OwnedParameters(Backend[Any]):
         owners = self._owners.get(optimizer)
         if owners is None:
             return super().optimizer_state(module, optimizer)
-        with owners.state.shown():
+        with owners.state.stepping():
             return describe_owned(self, module, owners)
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
@@ -437,7 +437,7 @@ class OwnedParameters(Backend[Any]):
         if owners is None:
             super().load_optimizer_state(module, optimizer, saved)
         else:
-            with owners.state.shown():
+            with owners.state.stepping():
                 load_owned(self, module, owners, saved)
 
 

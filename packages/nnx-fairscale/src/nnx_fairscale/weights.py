@@ -1,7 +1,7 @@
 """What user code sees of parameters in units: whole values and gradients, of which the rank's part is kept.
 
 Between steps a parameter's data is this rank's piece of it. Code written for one process expects the whole,
-so each is guarded (`nnx_core.view.whole`): a whole is gathered when somebody asks for values, and what is
+so each is guarded (`nnx_core.view.guard`): a whole is gathered when somebody asks for values, and what is
 changed in it is written back. In a forward the modules have views on what their unit has gathered, which need
 no guard.
 
@@ -23,17 +23,16 @@ from nnx_core._torch_compat import storage_users
 from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.agree.watch import Writes
 from nnx_core.errors import UnsupportedError
-from nnx_core.view.whole import (
+from nnx_core.view.guard import (
     HeldByTensor,
     Part,
-    Seen,
-    Wholes,
     guard,
     guarded_mode,
     local_mode,
     part_of,
     unguard,
 )
+from nnx_core.view.guarded_parameters import GuardedParameters, Snapshot
 from nnx_fairscale._fairscale_fsdp import Piece, Unit
 
 
@@ -53,7 +52,7 @@ class _PiecePart(Part):
         self.piece, self.unit, self.name = piece, unit, name
         self._weights = weights
         self._value: Tensor | None = None
-        self._seen: Seen | None = None
+        self._seen: Snapshot | None = None
         self._sum: Tensor | None = None
         self._users = 0
 
@@ -70,7 +69,7 @@ class _PiecePart(Part):
             if self._value is None:
                 self._weights.before_gather(self)
                 self._value = self._gather()
-                self._seen, self._users = Seen(self._value), storage_users(self._value)
+                self._seen, self._users = Snapshot(self._value), storage_users(self._value)
                 self._sum = self._sum_of(self._value)
                 self._weights.keep(self)
             return self._value.detach()  # who holds it is seen in the storage
@@ -104,7 +103,7 @@ class _PiecePart(Part):
             if self._seen.is_changed(value):
                 self._note(value, self._sum)
                 self.tensor[: self.piece.length].copy_(self.own(value))
-                self._seen, self._sum = Seen(value), self._sum_of(value)
+                self._seen, self._sum = Snapshot(value), self._sum_of(value)
 
     def _sum_of(self, whole: Tensor) -> Tensor | None:
         """A checksum, if the ranks are about to be compared."""
@@ -249,11 +248,23 @@ class _ParameterPart(_PiecePart):
         assigned, self._assigned = self._assigned, None
         return assigned
 
-    def add_gradient(self, own: Tensor) -> None:
-        """Add to this rank's part of the gradient."""
+    @torch.no_grad()
+    def add_mean_gradient(self, gradient: Tensor | None) -> None:
+        """Add this rank's shard of the mean of the ranks' gradients. Collective.
+
+        Args:
+            gradient: This rank's gradient of the gathered parameter; None if only other ranks have one.
+        """
+        unit = self.unit
+        if gradient is None:
+            gradient = torch.zeros(self.piece.shape, dtype=self.tensor.dtype)
+        mean = gradient.to(unit.compute_device, copy=True).contiguous()
+        if unit.world_size > 1:
+            dist.all_reduce(mean, group=unit.process_group)
+            mean.div_(unit.world_size)
         if self.tensor.grad is None:
             self.tensor.grad = torch.zeros_like(self.tensor)
-        self.tensor.grad[: self.piece.length].add_(own)
+        self.tensor.grad[: self.piece.length].add_(self.own(mean).to(self.tensor.device))
 
     def call_hooks(self) -> None:
         """Call what waits for an accumulated gradient."""
@@ -264,7 +275,7 @@ class _ParameterPart(_PiecePart):
                     hook(self.tensor)
 
 
-class Weights(Wholes[_PiecePart, _ParameterPart]):
+class Weights(GuardedParameters[_PiecePart, _ParameterPart]):
     """All parameters in units of one backend, as user code sees them.
 
     Args:
@@ -333,20 +344,6 @@ class Weights(Wholes[_PiecePart, _ParameterPart]):
     def end_backward(self) -> None:
         """Average the gradients of wholes, and add them to those of the units. Collective."""
         with local_mode():
-            if self._leaves:
-                for part, gradient in self._gradients_of_leaves():
-                    part.add_gradient(part.own(_mean(part, gradient)).to(part.tensor.device))
+            self._add_gradients_of_leaves()
             for part in self._parts.values():
                 part.call_hooks()
-
-
-def _mean(part: _ParameterPart, gradient: Tensor | None) -> Tensor:
-    """The mean of the ranks' gradients of a whole parameter. Collective."""
-    unit = part.unit
-    if gradient is None:
-        gradient = torch.zeros(part.piece.shape, dtype=part.tensor.dtype)
-    mean = gradient.to(unit.compute_device, copy=True).contiguous()
-    if unit.world_size > 1:
-        dist.all_reduce(mean, group=unit.process_group)
-        mean.div_(unit.world_size)
-    return mean

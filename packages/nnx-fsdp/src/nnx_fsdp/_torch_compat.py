@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from nnx_base._torch_compat import IMPORT, Private
 from nnx_core._torch_compat import param_groups, state_of, tree_leaves, when_backward_ends
 from nnx_core.errors import UnsupportedError
-from nnx_core.view.whole import in_guarded_mode, local_mode, part_of
+from nnx_core.view.guard import in_guarded_mode, local_mode, part_of
 
 _SETUP = "setting a model up raises AttributeError"
 _STEP = "the first step raises AttributeError"

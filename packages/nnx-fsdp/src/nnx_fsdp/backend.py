@@ -25,6 +25,7 @@ from nnx_fsdp.optimizer_state import shard_state
 from nnx_fsdp.options import FSDPOptions
 from nnx_fsdp.sharding import Reshard, ShardedUnit, Sharding
 from nnx_fsdp.units import UnitChoice, choose_units
+from nnx_fsdp.weights import Weights
 
 __all__ = ["FSDPBackend"]
 
@@ -180,9 +181,9 @@ class FSDPBackend(PartsBackend[FSDPOptions]):
         """Around work on the DTensors themselves."""
         return self.sharding.local()
 
-    def for_user(self, optimizer: Optimizer, argument: Any) -> Any:
-        """Return a closure that sees unsharded weights; other arguments as they are."""
-        return self.sharding.for_user(argument)
+    def views(self, optimizer: Optimizer) -> list[Weights]:
+        """Return the parameters of every module."""
+        return self.sharding.views()
 
     def state_parts(self, module: nn.Module) -> StateParts:
         """Optimizer state reads as unsharded."""

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nnx_base.shard import shard_of
-from nnx_core.view.whole import local_mode
+from nnx_core.view.guard import local_mode
 from nnx_fsdp.parts import ParameterPart, ShardedPart, gather
 from nnx_fsdp.weights import Weights
 

@@ -1,6 +1,6 @@
 """What is known of one sharded tensor that user code may look at: a parameter, its data, its gradient.
 
-The guard (`nnx_core.view.whole`) asks a part for the whole; a part gathers it from the DTensor, and writes
+The guard (`nnx_core.view.guard`) asks a part for the whole; a part gathers it from the DTensor, and writes
 back what was changed. `weights` has all parts of a module and decides how long wholes are kept.
 """
 
@@ -13,14 +13,15 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from nnx_base.shard import shard_of
 from nnx_core._torch_compat import storage_users
 from nnx_core.agree.watch import checksum, digest, refuse_unequal_gradient
 from nnx_core.errors import UnsupportedError
+from nnx_core.view.guard import Guard, HeldByTensor, Part, guard, local_mode, part_of, unguard
+from nnx_core.view.guarded_parameters import AssignedData, Snapshot
 from nnx_core.view.torch_functions import is_elementwise_in_place
-from nnx_core.view.whole import Guard, HeldByTensor, Part, Seen, Source, guard, local_mode, part_of, unguard
 from nnx_fsdp._torch_compat import HeldParameter
 
 __all__ = ["ParameterPart", "ShardedPart", "gather"]
@@ -70,12 +71,12 @@ class ShardedPart(Part):
         self._keeper = keeper
         self._value: Tensor | None = None
         self._made_of: tuple[int, int] = (0, 0)
-        self._seen: Seen | None = None
+        self._seen: Snapshot | None = None
         self._sum: Tensor | None = None
         self._users = 0
         self._slices: tuple[slice, ...] | None = None
         self._aliases: list[weakref.ref[AliasPart]] = []
-        self._source: Source | None = None
+        self._source: AssignedData | None = None
 
     @property
     def dtensor(self) -> DTensor:
@@ -112,7 +113,7 @@ class ShardedPart(Part):
                 self._value, self._users = value, storage_users(value)
             elif self._made_of != self._local_state():
                 cast(Tensor, self._value).copy_(value)
-        self._made_of, self._seen = self._local_state(), Seen(cast(Tensor, self._value))
+        self._made_of, self._seen = self._local_state(), Snapshot(cast(Tensor, self._value))
         self._sum = checksum(cast(Tensor, self._value)) if self._is_compared else None
         self._keeper.keep(self)
 
@@ -144,7 +145,7 @@ class ShardedPart(Part):
                     before, self._sum = self._sum, checksum(value)
                     self._keeper.note_written(self, self._sum - before)
                 self.local.copy_(self.own(value))
-                self._made_of, self._seen = self._local_state(), Seen(value)
+                self._made_of, self._seen = self._local_state(), Snapshot(value)
 
     def randomized(self) -> None:
         """Make the whole what rank 0 has drawn."""
@@ -201,7 +202,7 @@ class ShardedPart(Part):
             if is_plain and self._is_compared:
                 self._keeper.note_written(self, checksum(whole))
             self.local.copy_(own)
-            self._source = Source(whole, own) if is_plain else None
+            self._source = AssignedData(whole, own) if is_plain else None
         self._keeper.add_assigned(self)
 
     def keeps_source(self) -> bool:
@@ -330,6 +331,26 @@ class ParameterPart(ShardedPart):
     @property
     def _is_compared(self) -> bool:
         return self._keeper.is_watched
+
+    @torch.no_grad()
+    def add_mean_gradient(self, gradient: Tensor | None) -> None:
+        """Add this rank's shard of the mean of the ranks' gradients. Collective.
+
+        Args:
+            gradient: This rank's gradient of the gathered parameter; None if only other ranks have one.
+        """
+        tensor = self.dtensor
+        mesh = tensor.device_mesh
+        if gradient is None:
+            gradient = torch.zeros(tensor.shape, dtype=tensor.dtype, device=mesh.device_type)
+        summed = DTensor.from_local(
+            gradient.to(mesh.device_type).contiguous(), mesh, [Partial()] * mesh.ndim, run_check=False
+        ).redistribute(placements=tensor.placements)
+        mean = self.like((summed.to_local() / mesh.size()).to(tensor.device))
+        if tensor.grad is None:
+            tensor.grad = mean
+        else:
+            tensor.grad._local_tensor.add_(mean._local_tensor)  # type: ignore[attr-defined]
 
     def drop_leaf(self) -> None:
         """No loss will come that depends on what was gathered."""

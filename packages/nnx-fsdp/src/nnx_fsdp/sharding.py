@@ -27,6 +27,7 @@ from nnx_core._torch_compat import begin_anew, states_of
 from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.errors import UnsupportedError
 from nnx_core.optimizers.gradients import refuse_sparse_layers
+from nnx_core.parts_backend import stepping
 from nnx_core.view.hidden_state import StateParts
 from nnx_core.view.modules import (
     Layers,
@@ -404,7 +405,7 @@ class Sharding:
     def backward_pass(self) -> Iterator[None]:
         """Around a backward: at its end gradients are complete, also those of unsharded reads."""
         with ExitStack() as stack:
-            for weights in self._weights():
+            for weights in self.views():
                 stack.enter_context(weights.backward())
             yield
 
@@ -437,25 +438,16 @@ class Sharding:
 
     def free_gathered(self) -> None:
         """Free units that a forward without a backward left gathered; keep the values written into them."""
-        for weights in self._weights():
+        for weights in self.views():
             weights.free()
 
-    def _weights(self) -> Iterator[Weights]:
-        return (layout.weights for layout in self._layouts.values() if layout.weights is not None)
+    def views(self) -> list[Weights]:
+        """Return the parameters of every root, which an optimizer's step sees as this rank's shards."""
+        return [layout.weights for layout in self._layouts.values() if layout.weights is not None]
 
-    @contextmanager
-    def local(self) -> Iterator[None]:
+    def local(self) -> AbstractContextManager[None]:
         """Around work on the DTensors themselves."""
-        with ExitStack() as stack:
-            for weights in self._weights():
-                stack.enter_context(weights.stepping())
-            yield
-
-    def for_user(self, argument: Any) -> Any:
-        """Return an argument of an optimizer's step for use in `local`: a closure sees unsharded weights."""
-        for weights in self._weights():
-            argument = weights.for_user(argument)
-        return argument
+        return stepping(self.views())
 
     def state_parts(self, refusal: Callable[[Optimizer], str | None]) -> StateParts:
         """Return how the state of optimizers reads as unsharded.
@@ -463,11 +455,11 @@ class Sharding:
         Args:
             refusal: As of `nnx_core.view.hidden_state.StateParts`.
         """
-        return PartsOfState(self._weights, refusal)
+        return PartsOfState(self.views, refusal)
 
     def flush(self) -> None:
         """Write back the changes of user code to unsharded parameters."""
-        for weights in self._weights():
+        for weights in self.views():
             weights.flush()
 
     def written(self, root: nn.Module) -> Mapping[str, int]:

@@ -1,7 +1,7 @@
 """The sharded parameters of one module, as user code sees and touches them between FSDP2's collectives.
 
 FSDP2 leaves DTensors on the module, and in a step the gathered weights of what is being computed. Neither is
-what code written for one process expects. So every sharded parameter is guarded (`nnx_core.view.whole`): it
+what code written for one process expects. So every sharded parameter is guarded (`nnx_core.view.guard`): it
 reads as whole, writes reach the shards, gradients of penalties are averaged over the ranks, hooks see whole
 gradients, and what a step writes into gathered weights is kept. FSDP2 itself, optimizers and checkpoints work
 on the DTensors in local mode.
@@ -18,24 +18,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
 
 from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.agree.watch import checksum
 from nnx_core.errors import UnsupportedError
-from nnx_core.view.whole import (
-    Wholes,
-    attributes_of,
-    guard,
-    guarded_mode,
-    local_mode,
-    unguard,
-)
+from nnx_core.view.guard import attributes_of, guard, guarded_mode, local_mode, unguard
+from nnx_core.view.guarded_parameters import GuardedParameters
 from nnx_fsdp._torch_compat import Unit, has_failed_backward, is_in_transform, refuse_split_backward
 from nnx_fsdp.parts import ParameterPart, ShardedPart, gather
 
 
-class Weights(Wholes[ShardedPart, ParameterPart]):
+class Weights(GuardedParameters[ShardedPart, ParameterPart]):
     """All sharded parameters of one module. Making it guards them.
 
     Args:
@@ -67,7 +60,7 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
         self._order = order
         self._module = module
         self._watch_data = watch_data
-        self._in_step = self._in_backward = False
+        self._in_step = False
         self._assigned: list[ShardedPart] = []
         self._units = list(units)
         self.modules = list(dict.fromkeys(unit.module for unit in self._units))
@@ -258,7 +251,7 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
             yield
             with local_mode():
                 self._reduce_rest()
-                self._collect()
+                self._add_gradients_of_leaves()
                 for part in hooked:
                     self._call_hooks(part, before.pop(part))
         finally:
@@ -290,25 +283,6 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
             if unit.reduces and any(held.has_gradient_left for held in unit.parameters):
                 unit.reduce_rest()
 
-    def settle(self) -> None:
-        """After a backward that did not go through the strategy: complete the gradients. Collective."""
-        if not self._in_backward and any(leaf.grad is not None for _, leaf in self._leaves):
-            self._collect()
-
-    def _collect(self) -> None:
-        """Average the gradients of wholes that a loss has depended on. Collective."""
-        if self._leaves:
-            for part, gradient in self._gradients_of_leaves():
-                self._add(part, _averaged(part, gradient))
-
-    def _add(self, part: ParameterPart, gradient: DTensor) -> None:
-        own = part.tensor.grad
-        if own is None:
-            part.tensor.grad = gradient
-        else:
-            with torch.no_grad():
-                own._local_tensor.add_(gradient._local_tensor)  # type: ignore[attr-defined]
-
     @torch.no_grad()
     def _call_hooks(self, part: ParameterPart, before: Tensor | None) -> None:
         gradient = part.tensor.grad
@@ -331,20 +305,3 @@ class Weights(Wholes[ShardedPart, ParameterPart]):
         with guarded_mode():
             for hook in after:
                 hook(part.tensor)
-
-
-def _averaged(part: ParameterPart, gradient: Tensor | None) -> DTensor:
-    """This rank's part of the mean of the ranks' gradients of a whole parameter. Collective."""
-    tensor = part.dtensor
-    mesh = tensor.device_mesh
-    if gradient is None:
-        gradient = torch.zeros(tensor.shape, dtype=tensor.dtype, device=mesh.device_type)
-    with torch.no_grad():
-        of_rank = DTensor.from_local(
-            gradient.to(mesh.device_type).contiguous(),
-            mesh,
-            [Partial()] * mesh.ndim,
-            run_check=False,
-        )
-        mean = of_rank.redistribute(placements=tensor.placements).to_local() / mesh.size()
-        return part.like(mean.to(tensor.device))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,7 +22,7 @@ from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.backend import ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.optimizers.gradients import Gradient
-from nnx_core.parts_backend import PartsBackend
+from nnx_core.parts_backend import PartsBackend, View
 from nnx_core.view.hidden_state import StateParts
 from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.laid_out import LaidOut
@@ -235,29 +234,10 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
         """Parameters are this rank's shards, without a word to other ranks."""
         return local_mode()
 
-    @contextmanager
-    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Parameters are plain local ones, or their FP32 master weights."""
-        with ExitStack() as stack:
-            for laid_out in self._laid_out.values():
-                stack.enter_context(laid_out.parameters.stepping())
-            stack.enter_context(self._masters.lent(optimizer))
-            yield
-
-    def for_user(self, optimizer: Optimizer, argument: Any) -> Any:
-        """Return a closure that sees unsharded parameters; other arguments as they are."""
-        if not callable(argument):
-            return argument
-
-        @wraps(argument)
-        def closure(*args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as stack:
-                stack.enter_context(self._masters.taken_back())
-                for laid_out in self._laid_out.values():
-                    stack.enter_context(laid_out.parameters.closure())
-                return argument(*args, **kwargs)
-
-        return closure
+    def views(self, optimizer: Optimizer) -> list[View]:
+        """Return the parameters, and their float32 master weights."""
+        parameters = [laid_out.parameters for laid_out in self._laid_out.values()]
+        return [*parameters, self._masters.of(optimizer)]
 
     def state_parts(self, module: nn.Module) -> StateParts:
         """Optimizer state reads as unsharded."""

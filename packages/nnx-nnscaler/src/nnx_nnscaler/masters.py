@@ -25,6 +25,10 @@ class Masters:
 
     Args:
         parameters: The parameters, of any dtype; those that are not float16 or bfloat16 are left alone.
+
+    Attributes:
+        copies: The copy of each parameter.
+        lent: The data and the gradient of each parameter that is its copy now.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -34,30 +38,15 @@ class Masters:
         self.copies: dict[nn.Parameter, Tensor] = {}
         for group in self._groups:
             self.copies |= group.copies
-        self._lent: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
+        self.lent: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
 
-    @contextmanager
-    def lent(self, optimizer: Optimizer) -> Iterator[None]:
-        """Make an optimizer's parameters their FP32 copies, gradients included, in a context."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self.copies]
-        self._lend(parameters)
-        try:
-            yield
-        finally:
-            self._take_back(parameters)
-
-    @contextmanager
-    def taken_back(self) -> Iterator[None]:
-        """Restore the half precision parameters inside of `lent`, for a closure."""
-        parameters = list(self._lent)
-        self._take_back(parameters)
-        try:
-            yield
-        finally:
-            self._lend(parameters)
+    def of(self, optimizer: Optimizer) -> LentMasters:
+        """Return the parameters of an optimizer as its step and its closure see them."""
+        return LentMasters(self, optimizer)
 
     @torch.no_grad()
-    def _lend(self, parameters: Sequence[nn.Parameter]) -> None:
+    def lend(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Make parameters their copies, gradients included."""
         wanted = set(parameters)
         for group in self._groups:
             lent = [parameter for parameter in group.copies if parameter in wanted]
@@ -65,18 +54,19 @@ class Masters:
                 group.take_over()
             gradients = _in_float32([parameter.grad for parameter in lent])
             for parameter, gradient in zip(lent, gradients, strict=True):
-                self._lent[parameter] = parameter.data, parameter.grad
+                self.lent[parameter] = parameter.data, parameter.grad
                 parameter.grad = None
                 parameter.data = self.copies[parameter]
                 parameter.grad = gradient
 
     @torch.no_grad()
-    def _take_back(self, parameters: Sequence[nn.Parameter]) -> None:
+    def take_back(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Restore parameters that were lent, with the values of their copies."""
         wanted = set(parameters)
         for group in self._groups:
             lent = [parameter for parameter in group.copies if parameter in wanted]
             for parameter in lent:
-                half, gradient = self._lent.pop(parameter)
+                half, gradient = self.lent.pop(parameter)
                 parameter.grad = None
                 parameter.data = half
                 parameter.grad = gradient
@@ -87,6 +77,39 @@ class Masters:
         """Give the parameters the values of their copies, after these were loaded."""
         for group in self._groups:
             group.publish(list(group.copies))
+
+
+class LentMasters:
+    """The half precision parameters of one optimizer, in whose place it steps the float32 copies.
+
+    Args:
+        masters: Holds the copies.
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, masters: Masters, optimizer: Optimizer) -> None:
+        self._masters, self._optimizer = masters, optimizer
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Make the parameters their float32 copies, gradients included."""
+        groups = self._optimizer.param_groups
+        parameters = [p for group in groups for p in group["params"] if p in self._masters.copies]
+        self._masters.lend(parameters)
+        try:
+            yield
+        finally:
+            self._masters.take_back(parameters)
+
+    @contextmanager
+    def user_code(self) -> Iterator[None]:
+        """Restore the half precision parameters inside of `stepping`, for a closure."""
+        parameters = list(self._masters.lent)
+        self._masters.take_back(parameters)
+        try:
+            yield
+        finally:
+            self._masters.lend(parameters)
 
 
 class _Group:

@@ -17,7 +17,7 @@ def test_masters_keep_updates_that_half_precision_rounds_away():
     masters = Masters([weight])
     for _ in range(10):
         weight.grad = torch.ones(3, dtype=torch.bfloat16)
-        with masters.lent(optimizer):
+        with masters.of(optimizer).stepping():
             assert weight.dtype == torch.float32
             optimizer.step()
         plain.data.sub_(1e-3)
@@ -34,16 +34,16 @@ def test_masters_are_given_back_for_a_closure_and_when_the_step_fails():
     seen = []
 
     def closure():
-        with masters.taken_back():
+        with masters.of(optimizer).user_code():
             seen.append(weight.dtype)
             weight.grad = torch.ones(3, dtype=torch.float16)
         return 1.0
 
-    with masters.lent(optimizer):
+    with masters.of(optimizer).stepping():
         optimizer.step(closure)
     assert seen == [torch.float16]
     assert torch.equal(weight, torch.full((3,), 0.5, dtype=torch.float16))
-    with pytest.raises(ZeroDivisionError), masters.lent(optimizer):
+    with pytest.raises(ZeroDivisionError), masters.of(optimizer).stepping():
         raise ZeroDivisionError
     assert weight.dtype == torch.float16
 
@@ -55,7 +55,7 @@ def test_masters_take_over_a_weight_that_was_changed_between_steps():
     with torch.no_grad():
         weight[0] = 5.0
     weight.grad = torch.ones(2, dtype=torch.bfloat16)
-    with masters.lent(optimizer):
+    with masters.of(optimizer).stepping():
         optimizer.step()
     assert masters.copies[weight].tolist() == [4.0, 0.0]
 
@@ -93,7 +93,7 @@ def test_the_number_of_kernels_for_masters_does_not_grow_with_the_number_of_para
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         masters, optimizer = Masters(parameters), torch.optim.SGD(parameters)
-        with Operators() as operators, masters.lent(optimizer):
+        with Operators() as operators, masters.of(optimizer).stepping():
             pass
         counted.append(operators.names)
     assert counted[0] == counted[1]
@@ -127,7 +127,7 @@ def test_masters_have_the_bits_of_copies_that_are_made_one_by_one():
         masters.copies[parameter].copy_(copy)
     expected = {p: one_by_one(p.data, copy) for p, copy in copies.items()}
     halves, gradients = {p: p.data for p in parameters}, {p: p.grad for p in parameters}
-    with masters.lent(optimizer):
+    with masters.of(optimizer).stepping():
         for p, copy in expected.items():
             torch.testing.assert_close(p.data, copy, rtol=0, atol=0, equal_nan=True)
             assert p.stride() == halves[p].stride()
@@ -143,5 +143,5 @@ def test_masters_have_the_bits_of_copies_that_are_made_one_by_one():
 def test_only_the_masters_of_the_optimizer_that_steps_are_lent():
     first, second = (nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))
     masters = Masters([first, second])
-    with masters.lent(torch.optim.SGD([second])):
+    with masters.of(torch.optim.SGD([second])).stepping():
         assert (first.dtype, second.dtype) == (torch.bfloat16, torch.float32)

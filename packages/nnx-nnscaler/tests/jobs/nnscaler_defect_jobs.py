@@ -185,7 +185,7 @@ class Inf(Callback):
 
     def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.global_rank == self.rank and len(self.scales) == self.step:
-            from nnx_core.view.whole import local_mode
+            from nnx_core.view.guard import local_mode
 
             parameter = next(module.parameters())
             with local_mode():  # as its own arithmetic would: a look at the whole is for all ranks together

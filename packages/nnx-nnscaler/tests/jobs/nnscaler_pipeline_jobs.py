@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 import nnx
 from jobs.nnscaler_models import Case, losses_of
 from nnx_core.errors import PlanError
-from nnx_core.view.whole import local_mode
+from nnx_core.parts_backend import stepping
+from nnx_core.view.guard import local_mode
 from nnx_nnscaler.pipeline.turns import Turns
 from nnx_nnscaler.plan.pipeline_plan import pipeline_plan_from_text
 
@@ -355,7 +356,7 @@ class Bytes(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         backend, (optimizer,) = trainer.strategy.backend, trainer.optimizers  # type: ignore[attr-defined]
-        with local_mode(), backend._states.shown(optimizer):
+        with local_mode(), stepping(backend._states.of(optimizer)):
             parameters = list(module.parameters())
             gradients = [p.grad for p in parameters if p.grad is not None]
             states = [

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nnx_core.errors import UnsupportedError
-from nnx_core.view.whole import local_mode
+from nnx_core.view.guard import local_mode
 from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.ir.placement import R, S
 from nnx_nnscaler.runtime.functions import Conversions

@@ -14,7 +14,7 @@ from torch import nn
 
 from nnx_base.box import find_fault
 from nnx_core.errors import UnsupportedError
-from nnx_core.view.whole import can_be_guarded, guarded_mode, local_mode, part_of
+from nnx_core.view.guard import can_be_guarded, guarded_mode, local_mode, part_of
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.ir.placement import R, S
 from nnx_nnscaler.runtime.part import ParameterLayout, rows_of
@@ -222,7 +222,7 @@ def test_what_an_optimizer_changes_is_seen_at_once():
         with parameters.stepping(), torch.no_grad():
             assert type(module.weight) is nn.Parameter and module.weight.shape == (4, 6)
             module.weight.add_(1)
-            with parameters.closure():
+            with parameters.user_code():
                 assert module.weight.shape == (8, 6)
                 assert torch.equal(module.weight, plain.weight + 1)
             assert type(module.weight) is nn.Parameter and module.weight.shape == (4, 6)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nnx_core.errors import UnsupportedError
-from nnx_core.view.whole import local_mode
+from nnx_core.view.guard import local_mode
 from nnx_nnscaler.axes import make_axes
 from nnx_nnscaler.ir.placement import S
 from nnx_nnscaler.runtime.storage import Parameters

@@ -18,7 +18,7 @@ from jobs.nnscaler_trace_models import (
     Twice,
     WithRecomputing,
 )
-from nnx_core.view.whole import guard
+from nnx_core.view.guard import guard
 from nnx_nnscaler.ir.placement import S
 from nnx_nnscaler.runtime.part import LocalPart, ParameterLayout, Part
 from nnx_nnscaler.trace import TraceError, fingerprint, trace_forward

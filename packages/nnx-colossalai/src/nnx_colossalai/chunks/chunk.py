@@ -9,7 +9,7 @@ objects, whose ``data`` changes; above it masters are DTensors and working weigh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core._torch_compat import tree_map_only
 from nnx_core.backend import ParallelContext
+from nnx_core.parts_backend import View
 from nnx_core.view.hidden_state import StateParts
 
 __all__ = [
@@ -143,9 +144,9 @@ class ChunkEngine(ABC):
         """Around a backward: gradients are complete at its end."""
         return nullcontext()
 
-    def stepping(self) -> AbstractContextManager[Any]:
-        """Around what works on this rank's part of masters, such as an optimizer's step."""
-        return nullcontext()
+    def views(self) -> Iterable[View]:
+        """Return the parameters that an optimizer's step sees as this rank's shards: none on one rank."""
+        return ()
 
     def written(self, root: nn.Module) -> Mapping[str, int]:
         """See `nnx.Backend.written`."""
@@ -158,10 +159,6 @@ class ChunkEngine(ABC):
             refusal: As of `nnx_core.view.hidden_state.StateParts`.
         """
         return None
-
-    def for_user(self, argument: Any) -> Any:
-        """Within `stepping`: an argument of an optimizer's step, whose closure is the user's code again."""
-        return argument
 
     @abstractmethod
     def finish(self) -> None:

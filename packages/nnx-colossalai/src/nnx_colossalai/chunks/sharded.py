@@ -10,7 +10,7 @@ This module owns the engine; `nnx_fsdp.sharding` shards the units.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -36,8 +36,9 @@ from nnx_colossalai.chunks.sharded_parts import CastParameters, sharded_segments
 from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
+from nnx_core.parts_backend import View
+from nnx_core.view.guard import is_guarded, show_plain, show_whole
 from nnx_core.view.hidden_state import StateParts
-from nnx_core.view.whole import is_guarded, show_plain, show_whole
 from nnx_fsdp._torch_compat import can_be_sharded
 from nnx_fsdp.meshes import mesh_of
 from nnx_fsdp.sharding import ShardedUnit, Sharding
@@ -206,8 +207,8 @@ class ShardedEngine(ChunkEngine):
         return self._sharding.backward_pass()
 
     @override
-    def stepping(self) -> AbstractContextManager[Any]:
-        return self._sharding.local()
+    def views(self) -> Iterable[View]:
+        return self._sharding.views()
 
     @override
     def written(self, root: nn.Module) -> Mapping[str, int]:
@@ -216,10 +217,6 @@ class ShardedEngine(ChunkEngine):
     @override
     def state_parts(self, refusal: Callable[[Optimizer], str | None]) -> StateParts:
         return self._sharding.state_parts(refusal)
-
-    @override
-    def for_user(self, argument: Any) -> Any:
-        return self._sharding.for_user(argument)
 
     @override
     def end_step(self) -> None:

@@ -21,7 +21,7 @@ from nnx_conformance.comparing import TOLERANCE, expect_equal_losses, expect_par
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Block, Grouped, Outcome, Plain, Task, share_of
 from nnx_conformance.training import fit
-from nnx_core.view.whole import local_mode
+from nnx_core.view.guard import local_mode
 
 
 @check()

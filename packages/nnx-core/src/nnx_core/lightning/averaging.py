@@ -36,8 +36,8 @@ from nnx_core.backend import Backend
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.compat import AVERAGE, CURRENT, STATE, average_of, averaging_callbacks, copies_only
 from nnx_core.lightning.strategy_checkpoint import gather_full, restore_model
+from nnx_core.view.guard import as_stored
 from nnx_core.view.modules import leave_on_meta, move_to_host
-from nnx_core.view.whole import as_stored
 
 _UPDATING = ("on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end")
 _PUBLISHING = ("on_validation_epoch_start", "on_train_end")

@@ -61,6 +61,7 @@ from nnx_core.lightning.strategy_checkpoint import (
     save_lightning_checkpoint,
     take_rank_entries,
 )
+from nnx_core.view.guard import as_stored
 from nnx_core.view.modules import (
     allocate_again,
     is_left,
@@ -70,7 +71,6 @@ from nnx_core.view.modules import (
     refuse_exchanged,
     refuse_layers,
 )
-from nnx_core.view.whole import as_stored
 
 __all__ = ["TrainerAdapter"]
 

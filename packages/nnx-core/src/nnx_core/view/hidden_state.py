@@ -2,16 +2,15 @@
 
 A sum over the state would be one rank's, and a change might have no effect. So between steps another object
 stands in the state's place, and notices whoever touches it. What happens then is the engine's choice: either
-the tensors look whole (`nnx_core.view.whole`) from then on, or there is an error. Nobody pays who does not
+the tensors look whole (`nnx_core.view.guard`) from then on, or there is an error. Nobody pays who does not
 look. The engine has the state to itself in steps and checkpoints, and at the end it is everybody's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
-from functools import wraps
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 
 from nnx_base.clean_up import clean_up
 from nnx_core.errors import UnsupportedError
-from nnx_core.view.whole import Guard, Part, guard, show_plain, show_whole, unguard
+from nnx_core.view.guard import Guard, Part, guard, show_plain, show_whole, unguard
 
 _REMEDY = "Look at it in a checkpoint or when `fit` is over, or use strategy 'fsdp_auto'."
 
@@ -67,7 +66,7 @@ class HiddenState:
         optimizer.state = self._stand_in
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def stepping(self) -> Iterator[None]:
         """Show the engine's state, around code other than the user's; reentrant.
 
         Raises:
@@ -83,8 +82,8 @@ class HiddenState:
             self._hide()
 
     @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Within `shown`: around user code, such as a closure."""
+    def user_code(self) -> Iterator[None]:
+        """Hide the state again, within `stepping`: for a closure."""
         self._hide()
         with clean_up("taking optimizer state over", self._take):
             yield
@@ -190,23 +189,10 @@ class HiddenStates:
         if optimizer not in self._hidden:
             self._hidden[optimizer] = HiddenState(optimizer, where, parts)
 
-    def shown(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Show the engine's state, around code other than the user's."""
+    def of(self, optimizer: Optimizer) -> list[HiddenState]:
+        """Return the hidden state of an optimizer, or nothing."""
         state = self._hidden.get(optimizer)
-        return nullcontext() if state is None else state.shown()
-
-    def for_user(self, optimizer: Optimizer, argument: Any) -> Any:
-        """An argument of the optimizer's step; a closure is user code, from which the state is hidden."""
-        state = self._hidden.get(optimizer)
-        if state is None or not callable(argument):
-            return argument
-
-        @wraps(argument)
-        def closure(*args: Any, **kwargs: Any) -> Any:
-            with state.hidden():
-                return argument(*args, **kwargs)
-
-        return closure
+        return [] if state is None else [state]
 
     def remove(self) -> None:
         """Let everybody touch these states again."""

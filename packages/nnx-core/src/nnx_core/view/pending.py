@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nnx_core.view.whole import HeldByTensor, Part, guard, local_mode, part_of, unguard
+from nnx_core.view.guard import HeldByTensor, Part, guard, local_mode, part_of, unguard
 
 __all__ = ["Pending", "guard_pending", "unguard_pending"]
 

@@ -553,7 +553,7 @@ class Runtime(Functions, Losses, Normalization):
 
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a submodule that every rank runs whole, as its author wrote it; to it parameters are whole."""
-        from nnx_core.view.whole import guarded_mode
+        from nnx_core.view.guard import guarded_mode
 
         with guarded_mode():
             return module(*args, **kwargs)
@@ -569,7 +569,7 @@ class Runtime(Functions, Losses, Normalization):
             return function(self, *args)
         from torch.utils.checkpoint import checkpoint
 
-        from nnx_core.view.whole import local_mode
+        from nnx_core.view.guard import local_mode
 
         def called(*args: Any) -> Any:
             with local_mode():  # backward does not run in the program's

@@ -3,7 +3,7 @@
 It owns gathering, keeping and writing back the whole of a parameter or a gradient, and how gradients are
 shown: `parameter.grad` is a stand-in that answers as the whole gradient would, and gathers it only when a
 value is asked for; in local mode it is the gradient of the local part. Who gets to see the whole is
-`nnx_core.view.whole`'s business, where parts are stored `storage`'s, ZeRO's rows `zero`'s.
+`nnx_core.view.guard`'s business, where parts are stored `storage`'s, ZeRO's rows `zero`'s.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from nnx_core._torch_compat import NO_BACKWARD, current_backward, guarded_mode
 from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.agree.watch import refuse_unequal_gradient
 from nnx_core.errors import UnsupportedError
-from nnx_core.view import whole as guards
-from nnx_core.view.whole import Guard, Seen, Source
+from nnx_core.view import guard as guards
+from nnx_core.view.guard import Guard
+from nnx_core.view.guarded_parameters import AssignedData, Snapshot
 from nnx_nnscaler.ir.placement import Placement, R
 from nnx_nnscaler.runtime.functions import Conversions
 
@@ -311,7 +312,7 @@ class Part(guards.Part):
 
     gradients: GradientParts | None = None
     shown: Any = None
-    _source_of_data: Source | None = None
+    _source_of_data: AssignedData | None = None
 
     def __init__(
         self,
@@ -337,7 +338,7 @@ class Part(guards.Part):
         self._value: Tensor | None = None
         self._node: Tensor | None = None
         self._made_of: tuple[int, int] = (0, 0)  # version and address of the local tensor
-        self._seen: Seen | None = None
+        self._seen: Snapshot | None = None
 
     @property
     def unit_size(self) -> int:
@@ -393,7 +394,7 @@ class Part(guards.Part):
             local, own = self.tensor, self.layout.unit_part(whole.detach())
             if self._source_of_data is not None and self._source_of_data.is_still(whole, own):
                 return
-            self._source_of_data = Source(whole, own)
+            self._source_of_data = AssignedData(whole, own)
             if (whole.dtype, whole.device) == (local.dtype, local.device):
                 self._write(whole.detach())
             else:
@@ -532,7 +533,7 @@ class Part(guards.Part):
                     value = self._unit.whole(value, self.layout.placement.dim, self.layout.placement.groups)
                 self._value = value
             self._in_use.add(self)
-            self._made_of, self._seen = self._local_state(), Seen(value)
+            self._made_of, self._seen = self._local_state(), Snapshot(value)
         return self._value
 
     def _local_state(self) -> tuple[int, int]:
@@ -559,7 +560,7 @@ class Part(guards.Part):
             self._forget()
             return
         self._node = None  # it is a view of what has changed
-        self._made_of, self._seen = self._local_state(), Seen(whole)
+        self._made_of, self._seen = self._local_state(), Snapshot(whole)
 
 
 class _Shown(Guard, Tensor):  # type: ignore[misc] # their __repr__ differ

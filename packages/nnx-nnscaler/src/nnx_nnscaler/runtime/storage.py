@@ -25,8 +25,8 @@ from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.agree.watch import Writes
 from nnx_core.communicator import Communicator, GroupCommunicator
 from nnx_core.errors import UnsupportedError
+from nnx_core.view.guard import can_be_guarded, guard, show_plain, show_whole, unguard
 from nnx_core.view.modules import materialize, refuse_without_reset
-from nnx_core.view.whole import can_be_guarded, guard, show_plain, show_whole, unguard
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.ir.placement import Placement, R
 from nnx_nnscaler.runtime.functions import Conversions
@@ -483,8 +483,8 @@ class Parameters:
             show_plain(parameter)
 
     @contextmanager
-    def closure(self) -> Iterator[None]:
-        """Inside `stepping`, around a closure of the user's: parameters look whole again."""
+    def user_code(self) -> Iterator[None]:
+        """Show unsharded parameters again, within `stepping`: for a closure."""
         self._show_whole()
         with clean_up("writing weights back", self.flush, self._show_plain), guarded_mode():
             yield

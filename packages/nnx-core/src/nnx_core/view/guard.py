@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from nnx_base._torch_compat import local_mode
-from nnx_base.clean_up import clean_up
 from nnx_base.ranks import is_distributed
 from nnx_core._torch_compat import (
     exchange_in_transforms,
     guarded_mode,
     in_guarded_mode,
-    users_of_storage,
 )
-from nnx_core.agree.parameter_usage import used_anywhere
 from nnx_core.errors import UnsupportedError
 from nnx_core.view.torch_functions import STORAGES, Sees, is_random, what_it_sees
 
@@ -41,8 +38,6 @@ __all__ = [
     "Guard",
     "HeldByTensor",
     "Part",
-    "Seen",
-    "Source",
     "as_stored",
     "attributes_of",
     "can_be_guarded",
@@ -182,148 +177,6 @@ class HeldByTensor:
     def is_gone(self) -> bool:
         """True if nobody has the tensor any more."""
         return self._tensor() is None
-
-
-class Kept(Protocol):
-    """A part that has gathered its whole."""
-
-    @property
-    def is_viewed(self) -> bool:
-        """True if somebody else holds the memory of the whole, and may write into it."""
-        ...
-
-    def forget(self) -> None:
-        """Write back changes, and free the gathered tensor."""
-
-
-K = TypeVar("K", bound=Kept)
-P = TypeVar("P")
-
-
-class Wholes(Generic[K, P]):
-    """All guarded parameters of one engine: how long their wholes stay, and who sees parts instead.
-
-    The whole that was gathered last stays, and those that somebody has views of do.
-    """
-
-    def __init__(self) -> None:
-        self._parts: dict[nn.Parameter, P] = {}
-        self._kept: list[K] = []
-        self._leaves: list[tuple[P, Tensor]] = []
-
-    def keep(self, part: K) -> None:
-        """Keep what a part has gathered, and forget the others that nobody has views of."""
-        viewed = [kept for kept in self._kept if kept is not part and kept.is_viewed]
-        for kept in self._kept:
-            if kept is not part and kept not in viewed:
-                kept.forget()
-        self._kept = [*viewed, part]
-
-    def is_last(self, part: K) -> bool:
-        """Whether a part was the last one to be gathered; who holds views may differ from rank to rank."""
-        return bool(self._kept) and self._kept[-1] is part
-
-    def flush(self) -> None:
-        """Write back changes to gathered tensors, and free them."""
-        parts, self._kept = self._kept, []
-        for part in parts:
-            part.forget()
-
-    def add_leaf(self, part: P, leaf: Tensor) -> None:
-        """Remember what a loss may depend on."""
-        self._leaves.append((part, leaf))
-
-    def settle(self) -> None:
-        """Complete the gradients after a backward that did not go through the strategy."""
-
-    def _gradients_of_leaves(self) -> list[tuple[P, Tensor | None]]:
-        """This rank's gradients of the wholes of which some rank has one. Collective."""
-        found: dict[P, Tensor | None] = {}
-        for part, leaf in self._leaves:
-            gradient, leaf.grad = leaf.grad, None
-            known = found.get(part)
-            found[part] = gradient if known is None else known if gradient is None else known + gradient
-        wanted = used_anywhere([gradient is not None for gradient in found.values()])
-        return [item for item, is_wanted in zip(found.items(), wanted, strict=True) if is_wanted]
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Around an optimizer's step and the engine's own work: parameters are parts, on this thread."""
-        self._show_plain()
-        try:
-            with local_mode():
-                yield
-        finally:
-            self._show_whole()
-
-    def for_user(self, argument: Any) -> Any:
-        """Within `stepping`: an argument of an optimizer's step, whose closure sees whole weights."""
-        if not callable(argument):
-            return argument
-
-        def closure(*args: Any, **kwargs: Any) -> Any:
-            self._show_whole()
-            with clean_up("collecting gradients after a closure", self._show_plain), guarded_mode():
-                return argument(*args, **kwargs)
-
-        return closure
-
-    def _show_plain(self) -> None:
-        self.settle()
-        self.flush()
-        for parameter in self._parts:
-            show_plain(parameter)
-
-    def _show_whole(self) -> None:
-        for parameter in self._parts:
-            show_whole(parameter)
-
-
-class Seen:
-    """The values of a gathered tensor when it was last equal to the shards.
-
-    Writes through numpy are no change of version. They can be in the host's memory only, where values are
-    compared, too.
-
-    Args:
-        value: The whole.
-    """
-
-    def __init__(self, value: Tensor) -> None:
-        self._version = value._version
-        self._values = value.detach().clone() if value.device.type == "cpu" else None
-
-    def is_changed(self, value: Tensor) -> bool:
-        """Return True if somebody has written into the whole since."""
-        if value._version != self._version:
-            return True
-        return self._values is not None and not torch.equal(value, self._values)
-
-
-class Source:
-    """The tensor that ``data`` was set to, with which an unsharded parameter would share memory.
-
-    Setting ``data`` to it once more changes nothing then, unless somebody has written into it: it has what
-    training has made of the parameter. Lightning's ``ModelPruning`` does so after every epoch.
-
-    Args:
-        whole: The tensor that ``data`` was set to.
-        own: This rank's elements of it.
-    """
-
-    def __init__(self, whole: Tensor, own: Tensor) -> None:
-        self._storage = whole.untyped_storage()
-        self._values = own.clone()
-
-    def is_still(self, whole: Tensor, own: Tensor) -> bool:
-        """Return True if this is the same memory, and as it was."""
-        same = whole.untyped_storage().data_ptr() == self._storage.data_ptr()
-        return same and torch.equal(own, self._values)
-
-    @property
-    def is_shared(self) -> bool:
-        """True if anybody else holds the memory."""
-        return users_of_storage(self._storage) > 1
 
 
 class Guard:

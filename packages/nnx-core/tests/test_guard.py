@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nnx_core.view.whole import Part, guard
+from nnx_core.view.guard import Part, guard
 
 WHOLE = torch.arange(6.0).reshape(3, 2)
 

@@ -1,0 +1,177 @@
+"""The guarded parameters of a module: how long gathered tensors stay, and when code sees local shards.
+
+`GuardedParameters` keeps the tensor that was gathered last, collects the gradients of losses that depend on
+gathered tensors, and takes the guards off for an optimizer's step. `Snapshot` and `AssignedData` notice
+writes of user code into gathered tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from nnx_base.clean_up import clean_up
+from nnx_core._torch_compat import guarded_mode, users_of_storage
+from nnx_core.agree.parameter_usage import used_anywhere
+from nnx_core.view.guard import local_mode, show_plain, show_whole
+
+__all__ = ["AssignedData", "Gathered", "GuardedParameter", "GuardedParameters", "Snapshot"]
+
+
+class Gathered(Protocol):
+    """A `Part` that holds its gathered tensor."""
+
+    @property
+    def is_viewed(self) -> bool:
+        """True if user code holds the memory of the gathered tensor, and may write into it."""
+        ...
+
+    def forget(self) -> None:
+        """Write back changes, and free the gathered tensor."""
+
+
+class GuardedParameter(Protocol):
+    """The `Part` of a parameter."""
+
+    def add_mean_gradient(self, gradient: Tensor | None) -> None:
+        """Add the mean over the ranks to the gradient. Collective.
+
+        Args:
+            gradient: This rank's gradient of the gathered parameter; None if only other ranks have one.
+        """
+
+
+G = TypeVar("G", bound=Gathered)
+P = TypeVar("P", bound=GuardedParameter)
+
+
+class GuardedParameters(Generic[G, P]):
+    """All guarded parameters of one module. It is a view of `nnx_core.parts_backend.PartsBackend`.
+
+    The tensor that was gathered last stays in memory, and so does every one that user code has views of.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[nn.Parameter, P] = {}
+        self._gathered: list[G] = []
+        self._leaves: list[tuple[P, Tensor]] = []
+        self._in_backward = False
+
+    def keep(self, part: G) -> None:
+        """Keep a gathered tensor, and forget the others that user code has no views of."""
+        viewed = [kept for kept in self._gathered if kept is not part and kept.is_viewed]
+        for kept in self._gathered:
+            if kept is not part and kept not in viewed:
+                kept.forget()
+        self._gathered = [*viewed, part]
+
+    def is_last(self, part: G) -> bool:
+        """Return True if a part was gathered last, on every rank; views may differ between ranks."""
+        return bool(self._gathered) and self._gathered[-1] is part
+
+    def flush(self) -> None:
+        """Write back changes to gathered tensors, and free them."""
+        parts, self._gathered = self._gathered, []
+        for part in parts:
+            part.forget()
+
+    def add_leaf(self, part: P, leaf: Tensor) -> None:
+        """Remember a gathered tensor that a loss may depend on."""
+        self._leaves.append((part, leaf))
+
+    def settle(self) -> None:
+        """Complete the gradients after a backward that did not go through the strategy. Collective."""
+        if not self._in_backward and any(leaf.grad is not None for _, leaf in self._leaves):
+            self._add_gradients_of_leaves()
+
+    def _add_gradients_of_leaves(self) -> None:
+        """Add the mean gradient of each gathered tensor that has one on some rank. Collective."""
+        found: dict[P, Tensor | None] = {}
+        for part, leaf in self._leaves:
+            gradient, leaf.grad = leaf.grad, None
+            known = found.get(part)
+            found[part] = gradient if known is None else known if gradient is None else known + gradient
+        if not found:
+            return
+        wanted = used_anywhere([gradient is not None for gradient in found.values()])
+        for (part, gradient), is_wanted in zip(found.items(), wanted, strict=True):
+            if is_wanted:
+                part.add_mean_gradient(gradient)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Show local shards on this thread: for an optimizer's step and the engine's own work."""
+        self._show_plain()
+        try:
+            with local_mode():
+                yield
+        finally:
+            self._show_whole()
+
+    @contextmanager
+    def user_code(self) -> Iterator[None]:
+        """Show unsharded parameters again, within `stepping`: for a closure."""
+        self._show_whole()
+        with clean_up("collecting gradients after a closure", self._show_plain), guarded_mode():
+            yield
+
+    def _show_plain(self) -> None:
+        self.settle()
+        self.flush()
+        for parameter in self._parts:
+            show_plain(parameter)
+
+    def _show_whole(self) -> None:
+        for parameter in self._parts:
+            show_whole(parameter)
+
+
+class Snapshot:
+    """The values of a gathered tensor when it was last equal to the shards.
+
+    Writes through numpy do not change a tensor's version. Only memory of the host can be written so; there
+    the values are compared, too.
+
+    Args:
+        value: The gathered tensor.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self._version = value._version
+        self._values = value.detach().clone() if value.device.type == "cpu" else None
+
+    def is_changed(self, value: Tensor) -> bool:
+        """Return True if user code has written into the tensor since."""
+        if value._version != self._version:
+            return True
+        return self._values is not None and not torch.equal(value, self._values)
+
+
+class AssignedData:
+    """The tensor that ``data`` was set to, with which an unsharded parameter would share memory.
+
+    Setting ``data`` to it once more changes nothing then, unless user code has written into it: it has the
+    values that training gave the parameter. Lightning's ``ModelPruning`` does so after every epoch.
+
+    Args:
+        assigned: The tensor that ``data`` was set to.
+        own: This rank's elements of it.
+    """
+
+    def __init__(self, assigned: Tensor, own: Tensor) -> None:
+        self._storage = assigned.untyped_storage()
+        self._values = own.clone()
+
+    def is_still(self, assigned: Tensor, own: Tensor) -> bool:
+        """Return True if this is the same memory, with the same values."""
+        same = assigned.untyped_storage().data_ptr() == self._storage.data_ptr()
+        return same and torch.equal(own, self._values)
+
+    @property
+    def is_shared(self) -> bool:
+        """True if another tensor holds the memory."""
+        return users_of_storage(self._storage) > 1
