@@ -192,7 +192,7 @@ def _sample(path: Path) -> Sample:
         str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()
     }
     sample = Sample(path, files, None)
-    return Sample(path, files, _read(sample.below(path))[1])
+    return Sample(path, files, _read(sample.below(path)).comparable())
 
 
 def _write(root: Path, files: Mapping[str, bytes], special: Mapping[str, Special]) -> None:
@@ -212,13 +212,34 @@ def _write(root: Path, files: Mapping[str, bytes], special: Mapping[str, Special
             file.write_bytes(data)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], Any]:
-    """The tensors of a checkpoint, and everything that can be compared."""
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """All that a checkpoint has.
+
+    Attributes:
+        tensors: By name.
+        objects: The common objects, and those of the first ranks.
+        aliases: The names of tied tensors.
+        world_size: The number of ranks that wrote it.
+    """
+
+    tensors: dict[str, Any]
+    objects: list[Any]
+    aliases: dict[str, str]
+    world_size: int
+
+    def comparable(self) -> Any:
+        """Return it as values that compare."""
+        kinds = {n: (str(value.dtype), tuple(value.shape), bits(value)) for n, value in self.tensors.items()}
+        return kinds, self.aliases, [*map(repr, self.objects)], self.world_size
+
+
+def _read(path: Path) -> Contents:
+    """Read a checkpoint in every way."""
     opened = nnx_checkpoint.open_checkpoint(path)
-    tensors = {name: opened.read(name) for name in opened.tensors}
-    kinds = {name: (str(value.dtype), tuple(value.shape), bits(value)) for name, value in tensors.items()}
-    ranks = [repr(opened.rank_objects(rank)) for rank in range(min(opened.world_size, 3))]
-    return tensors, (kinds, dict(opened.aliases), repr(opened.objects), ranks, opened.world_size)
+    tensors = opened.read_all()
+    ranks = [opened.rank_objects(rank) for rank in range(min(opened.world_size, 3))]
+    return Contents(tensors, [opened.objects, *ranks], dict(opened.aliases), opened.world_size)
 
 
 def _opened(path: Path, sample: Sample, format: str, files: Mapping[str, bytes], size: int) -> Verdict:
@@ -226,16 +247,15 @@ def _opened(path: Path, sample: Sample, format: str, files: Mapping[str, bytes],
     try:
         nnx_checkpoint.open_checkpoint(path)
         growth = _peak(reset=False) - before
-        tensors, found = _read(path)
+        contents = _read(path)
         damage = nnx_checkpoint.verify(path) if format == "nnx" else []
+        spent = time.process_time() - started
+        verdict = _compared(contents.tensors, contents.comparable(), sample, format, files, damage)
     except CheckpointError as error:
-        growth = _peak(reset=False) - before
+        spent, growth = time.process_time() - started, _peak(reset=False) - before
         verdict = Verdict("refused", str(error))
     except Exception as error:  # any is a finding
         return Verdict("wrong", _signature(error))
-    else:
-        verdict = _compared(tensors, found, sample, format, files, damage)
-    spent = time.process_time() - started
     if growth > 4 * size + MOST_GROWTH:
         return Verdict("wrong", f"opening took {growth >> 20} MB")
     if spent > max(MOST_SECONDS, 2 * size / 1e6):

@@ -257,3 +257,31 @@ def test_a_tensor_whose_place_torch_does_not_say_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"does not say where a tensor of 12 bytes .* torch 2\.11 to"):
         position_in_file(torch.ones(3))
     assert position_in_file(torch.ones(0)) == 0
+
+
+def test_a_record_longer_than_its_storage_is_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "whole.pt")
+    with zipfile.ZipFile(tmp_path / "whole.pt") as whole, zipfile.ZipFile(tmp_path / "w.pt", "w") as changed:
+        for entry in whole.infolist():
+            data = whole.read(entry)
+            changed.writestr(entry.filename, data + data if entry.filename.endswith("data/0") else data)
+    with pytest.raises(CheckpointError, match="storage of 8 bytes in a record of 16"):
+        nnx_checkpoint.open_checkpoint(tmp_path / "w.pt")
+
+
+def test_a_record_whose_header_names_another_is_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    raw = (tmp_path / "w.pt").read_bytes()
+    (tmp_path / "w.pt").write_bytes(raw.replace(b"w/data/0", b"w/dAta/0", 1))  # not in the list of contents
+    with pytest.raises(CheckpointError, match="differ"):
+        nnx_checkpoint.open_checkpoint(tmp_path / "w.pt")
+
+
+def test_all_tensors_are_read_as_one_by_one(tmp_path: Path) -> None:
+    torch.save(
+        {"a": torch.arange(3), "many": [torch.full((1,), float(i)) for i in range(100)]}, tmp_path / "t.pt"
+    )
+    checkpoint = nnx_checkpoint.open_checkpoint(tmp_path / "t.pt")
+    everything = checkpoint.read_all()
+    assert set(everything) == set(checkpoint.tensors)
+    assert all(torch.equal(everything[name], checkpoint.read(name)) for name in everything)

@@ -9,7 +9,7 @@ executed unless the caller allows it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nnx_base.box import Box
 from nnx_base.errors import CheckpointError
-from nnx_base.shard import Shard
+from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.format.index import TensorEntry
 from nnx_checkpoint.reading.fetching import Wanted
 
@@ -55,7 +55,7 @@ class Checkpoint(ABC):
     @cached_property
     def objects(self) -> Any:
         """Everything else: ``{"trainer": ..., "optim": ..., "extra": ...}``, with its tensors."""
-        return self.tree(None, self.read)
+        return self._with_tensors(None)
 
     @property
     @abstractmethod
@@ -69,7 +69,13 @@ class Checkpoint(ABC):
 
     def rank_objects(self, rank: int) -> Any | None:
         """The tree that one rank saved for itself; None if it saved none."""
-        return self.tree(rank, self.read)
+        return self._with_tensors(rank)
+
+    def _with_tensors(self, rank: int | None) -> Any:
+        """Return a tree with its tensors, which are read together: thousands may be in one file."""
+        names: dict[str, None] = {}
+        self.tree(rank, names.setdefault)
+        return self.tree(rank, self.read_all(names).__getitem__)
 
     @abstractmethod
     def tree(self, rank: int | None, tensor: Callable[[str], Any]) -> Any:
@@ -128,8 +134,26 @@ class Checkpoint(ABC):
         """Read one tensor, or one box of it, into new memory on the CPU."""
         entry = self.entry(name)
         box = box or Box.whole(entry.shape)
+        tensor = self._allocate(name, box)
+        self.fill({name: Shard(entry.shape, entry.dtype, (box,), (tensor,))})
+        return tensor
+
+    def read_all(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Read tensors into new memory on the CPU, by name. Each file is opened once.
+
+        Args:
+            names: Their names, which may be aliases; None for all.
+        """
+        wanted = self.tensors if names is None else names
+        tensors = {name: self._allocate(name, Box.whole(self.entry(name).shape)) for name in wanted}
+        self.fill({name: shard_of(tensor) for name, tensor in tensors.items()})
+        return tensors
+
+    def _allocate(self, name: str, box: Box) -> Tensor:
+        """Return memory for a box of a tensor."""
+        entry = self.entry(name)
         try:
-            tensor = torch.empty(box.size, dtype=entry.dtype)
+            return torch.empty(box.size, dtype=entry.dtype)
         except (
             RuntimeError,
             TypeError,
@@ -140,8 +164,6 @@ class Checkpoint(ABC):
                 f"{box.size} cannot be allocated here.",
                 remedy="Read a part of it, or use a machine with more memory.",
             ) from error
-        self.fill({name: Shard(entry.shape, entry.dtype, (box,), (tensor,))})
-        return tensor
 
     def _missing(self, names: list[str]) -> CheckpointError:
         shown = ", ".join(f"'{name}'" for name in names[:10]) + (", ..." if len(names) > 10 else "")

@@ -235,6 +235,7 @@ def _record_stops(path: Path, places: Mapping[str, int]) -> dict[int, int]:
     """For each position where a storage begins, where its record ends.
 
     Raises:
+        BadZipFile: The list of contents names a record otherwise than the record itself.
         CheckpointError: Two records have one name, so that readers may take either.
     """
     with zipfile.ZipFile(path) as archive:
@@ -243,6 +244,8 @@ def _record_stops(path: Path, places: Mapping[str, int]) -> dict[int, int]:
             raise CheckpointError(
                 f"'{path}' has two records of one name.", remedy="Use another checkpoint; torch writes none."
             )
+        for name in places:
+            archive.open(entries[name]).close()  # compares the names
     length = path.stat().st_size
     return {place: min(place + entries[name].compress_size, length) for name, place in places.items()}
 
@@ -261,7 +264,7 @@ def _located(value: Any, path: Path, stops: Mapping[int, int]) -> Any:
             f"'{path}' claims a tensor of shape {tuple(value.shape)}, {nbytes:,} bytes, and is far smaller.",
             remedy="It was expanded before it was saved; save it with `.contiguous()`, or use another file.",
         )
-    place = position_in_file(value)
+    place, storage = position_in_file(value), value.untyped_storage().nbytes()
     found = FileTensor(
         tuple(value.shape),
         value.dtype,
@@ -272,6 +275,11 @@ def _located(value: Any, path: Path, stops: Mapping[int, int]) -> Any:
     if found.start + found.extent > stops.get(place, place):
         raise CheckpointError(
             f"'{path}' claims a tensor of shape {found.shape} where its data ends before the tensor does.",
+            remedy="Restore it from a backup, or use another checkpoint.",
+        )
+    if place in stops and place + storage != stops[place]:
+        raise CheckpointError(
+            f"'{path}' claims a storage of {storage:,} bytes in a record of {stops[place] - place:,}.",
             remedy="Restore it from a backup, or use another checkpoint.",
         )
     return found
