@@ -283,12 +283,12 @@ def edit_index(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda b: b["weight_map"].update(other="pytorch_model-00001.bin"), "holds 'other', and it does not"),
-        (lambda b: b["weight_map"].pop("0.weight"), "holds '0.weight', of which .* knows nothing"),
+        (lambda b: b["weight_map"].update(other="pytorch_model-00001.bin"), "has no 'other', which .* lists"),
+        (lambda b: b["weight_map"].pop("0.weight"), "holds '0.weight', which .* does not list"),
         (lambda b: b["weight_map"].update({"0.weight": "../x.bin"}), "names a file elsewhere"),
         (
             lambda b: b["weight_map"].update({"0.weight": "dtensor/0.weight.*.bin"}),
-            r"names parts of distributed tensors.*Gather",
+            r"names shards of distributed tensors.*Gather",
         ),
         (lambda b: b.pop("weight_map"), "not as ColossalAI writes it: KeyError"),
     ],

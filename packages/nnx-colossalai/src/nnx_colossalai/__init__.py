@@ -1,8 +1,8 @@
-"""Heterogeneous, chunked memory for PyTorch Lightning, as an nnx plugin.
+"""Offload models to host memory in chunks, for PyTorch Lightning, as an nnx plugin.
 
-A plan within your budgets puts each layer's weights, masters and optimizer state on the device or in host
+A plan within your budgets keeps each layer's weights, masters and optimizer state on the device or in host
 memory. `nnx_colossalai.backend` is the engine. Importing this package imports neither torch nor Lightning;
-the names that old scripts use do.
+the classes with lightning-colossalai's names import them on first use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Private names of torch that this package uses.
 
-`PRIVATE_NAMES` lists them, with the versions they were seen in; tests/test_private_names.py looks them up.
+`PRIVATE_NAMES` lists them with the versions that have them; tests/test_private_names.py looks them up.
 """
 
 from __future__ import annotations
@@ -82,24 +82,21 @@ PRIVATE_NAMES = {
     "OpOverload._overloadpacket": Private("planning raises AttributeError"),
     "Optimizer._optimizer_step_post_hooks": Private(_STEP),
 }
-"""The private names of torch that this module uses, and what happens where torch lacks one."""
+"""The private names of torch that this module uses, and the failure if torch lacks one."""
 
 
-# Running a model on tensors without memory has no public entry point but ``torch.export``, which does not
-# say what a backward keeps.
+# The only public way to run a model on tensors without memory is ``torch.export``, which does not tell the
+# activations that backward keeps.
 
 
 def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Floating point operations of one call; 0 for operators that are not matrix products of some kind."""
+    """Return the floating point operations of one call; 0 unless it is a kind of matrix product."""
     count = flop_registry.get(operator._overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
 
-# What torch's optimizers call themselves.
-
-
 def has_hooks_that_see_the_result(optimizer: Optimizer) -> bool:
-    """Return True if something runs after the step, or around every optimizer's step."""
+    """Return True if hooks run after the step, or around every optimizer's step."""
     after = optimizer._optimizer_step_post_hooks or base._global_optimizer_post_hooks
     before_all = base._global_optimizer_pre_hooks.values()
     return bool(after) or any(hook is not refuse_unreduced_step for hook in before_all)
@@ -107,57 +104,57 @@ def has_hooks_that_see_the_result(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def without_guards() -> Iterator[None]:
-    """Within it, parameters whose step is pending are taken as they are, without waiting."""
+    """Context manager that uses parameters with a pending step as they are, without waiting."""
     with local_mode():
         yield
 
 
-# FSDP2 gathers a parameter from one tensor and steps another view of the same memory; chunks need the two
-# apart (16-bit weights here, float32 masters there), which no public option allows. It also has no public
-# way to learn that a unit is about to be gathered for its backward.
+# FSDP2 gathers a parameter from the memory that the optimizer steps. Chunks need two memories: 16-bit weights
+# to gather and float32 masters to step. No public option allows that, and no public hook tells that a unit is
+# about to be gathered for its backward.
 
 
 class ShardedParameter:
-    """One parameter as FSDP2 holds it.
+    """One parameter of an FSDP2 unit.
 
     Args:
-        inner: FSDP2's own description of it.
+        inner: FSDP2's object of the parameter.
 
     Attributes:
-        numel: Elements of this rank's part, with padding: all ranks' parts are equally long.
+        numel: The elements of the local shard, padded to the same number on all ranks.
     """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self.numel = int(inner._sharded_param_data.numel())
-        # It would take the masters for what is to be gathered whenever a state dict is loaded.
+        # After loading a state dict, this hook would gather from the masters again.
         inner._post_load_hook_handle.remove()
 
     @property
     def parameter(self) -> nn.Parameter:
-        """What the module and the optimizers hold."""
+        """The parameter object of the module and the optimizers."""
         return cast(nn.Parameter, self._inner.sharded_param)
 
     @property
     def data(self) -> Tensor:
-        """What is gathered: this rank's part, flat and padded."""
+        """The local shard that FSDP2 gathers from, flat and padded."""
         return cast(Tensor, self._inner._sharded_param_data)
 
     @property
     def has_gradient(self) -> bool:
-        """True if a backward has left a gradient of the complete parameter."""
+        """True if a backward has left an unreduced gradient."""
         return has_unreduced_gradient(self._inner)
 
     def hold(self, master: Tensor, *, on_host: bool, pinned: bool) -> tuple[nn.Parameter, nn.Parameter]:
-        """Let the parameter's elements be those of `master`, and gradients go where it lies.
+        """Make `master` the memory of the parameter, and send gradients to its device.
 
         Args:
-            master: Flat and padded.
-            on_host: True if it lies in host memory.
+            master: The flat, padded master.
+            on_host: True if it is in host memory.
             pinned: True if copies to host memory may be asynchronous.
 
         Returns:
-            The parameter as it was, and what took its place: itself, unless it came from another device.
+            The former parameter and the new one, which is the same object unless the device changed.
         """
         inner, before = self._inner, self.parameter
         size = inner.sharded_size
@@ -166,6 +163,7 @@ class ShardedParameter:
         if before.device == master.device:
             before._local_tensor = local  # type: ignore[attr-defined]
             return before, before
+        # A DTensor cannot change its device, so a new parameter takes over attributes and gradient.
         after = nn.Parameter(inner.to_sharded_dtensor(local), requires_grad=before.requires_grad)
         vars(after).update(vars(before))
         if before.grad is not None:
@@ -175,11 +173,12 @@ class ShardedParameter:
         return before, after
 
     def gather_from(self, source: Tensor) -> None:
-        """Let what is gathered be `source`: flat, padded, of the working dtype or to be converted to it."""
+        """Gather from `source`, which is flat and padded; FSDP2 converts it to the working dtype."""
         self._inner._sharded_param_data = source
 
     def let_go(self) -> None:
-        """When FSDP2 is off the module: its objects, which refer to each other, hold no memory meanwhile."""
+        """Drop all memory after FSDP2 has left the module."""
+        # FSDP2's objects refer to each other, so they live until the next garbage collection.
         self._inner._sharded_param_data = self._inner.sharded_param = None
 
 
@@ -188,7 +187,7 @@ class Gathered:
 
     Args:
         module: The module.
-        inner: FSDP2's own group of them.
+        inner: FSDP2's parameter group.
 
     Attributes:
         parameters: The parameters in the order of FSDP2.
@@ -198,41 +197,43 @@ class Gathered:
         self._module, self._inner = module, inner
         self.parameters = [ShardedParameter(parameter) for parameter in inner.fsdp_params]
         self._read: Any = None
-        inner._reset_sharded_params = True  # as `ShardedParameter` says of state dicts, at the first forward
+        # True skips the same reset as the removed hook does, which FSDP2 would run at the first forward.
+        inner._reset_sharded_params = True
 
     @property
     def is_complete(self) -> bool:
-        """True if the complete weights are there."""
+        """True if the weights are gathered."""
         return bool(self._inner.is_unsharded)
 
     @property
     def is_in_backward(self) -> bool:
-        """True if a backward is what wants the weights."""
+        """True if a backward needs the weights, not a forward."""
         return self._inner._training_state.name in ("PRE_BACKWARD", "POST_BACKWARD")
 
     def _is_gathering(self) -> bool:
         return self._inner._all_gather_result is not None
 
     def keep(self, complete: bool) -> None:
-        """Return True if the complete weights stay from a forward to its backward."""
+        """Choose whether the gathered weights stay from a forward to its backward."""
         self._module.set_reshard_after_forward(not complete, recurse=False)
 
     def forget(self) -> None:
-        """Free the complete weights, as they are not those of the masters any more."""
+        """Free the gathered weights, because the masters have changed."""
         self._inner._to_sharded()
 
     def watch(self, before_gather: Callable[[], None], gathering: Callable[[], None]) -> None:
-        """Call functions whenever the weights are wanted, in a forward, a backward or ahead of one.
+        """Call functions around each gather, for a forward, a backward or ahead of one.
 
         Args:
-            before_gather: Before FSDP2 looks whether they are there, and reads this rank's part.
-            gathering: After it has begun to collect them.
+            before_gather: A function to call before FSDP2 checks for gathered weights and reads the shards.
+            gathering: A function to call after the all-gather has begun.
         """
         inner, unshard = self._inner, self._inner.unshard
 
         def watched(async_op: bool = False) -> None:
+            # FSDP2 calls again for an all-gather that was begun ahead and is not waited for yet.
             if self._is_gathering():
-                return  # begun ahead, and not waited for yet
+                return
             before_gather()
             unshard(async_op)
             if self._is_gathering():
@@ -242,22 +243,24 @@ class Gathered:
         inner.unshard = watched
 
     def wait_until_read(self) -> None:
-        """Wait until FSDP2 has read this rank's part, which a card copies in its own time."""
+        """Wait until FSDP2 has read the local shards, before they are overwritten."""
         event, self._read = self._read, None
-        if event is not None:  # on the host there is none
+        # Only the copies of a GPU are asynchronous and have an event.
+        if event is not None:
             event.synchronize()
 
     def watch_backward(self, ending: Callable[[], None], reduced: Callable[[int], None]) -> None:
-        """Call functions when a backward is done with the weights.
+        """Call functions when a backward has used the weights.
 
         Args:
-            ending: Within the backward, before its end; see `nnx_core._torch_compat.when_backward_ends`.
-            reduced: With the elements of this rank's part of the gradients, when they were reduced.
+            ending: A function to call inside of the backward, where it may use `when_backward_ends`.
+            reduced: A function that gets the elements of the local gradient shards after their reduction.
         """
         inner, post_backward = self._inner, self._inner.post_backward
 
         def watched(*unused: Any) -> None:
             ending()
+            # Counted now, because post_backward frees the unreduced gradients.
             numel = sum(parameter.numel for parameter in self.parameters if parameter.has_gradient)
             post_backward(*unused)
             if numel and inner.reduce_grads:
@@ -267,12 +270,12 @@ class Gathered:
 
 
 def gathered_together(module: FSDPModule) -> list[Gathered]:
-    """What FSDP2 gathers for one module; nothing where it has no parameters of its own."""
+    """Return the parameter groups that FSDP2 gathers for one module; none if it has no own parameters."""
     return [Gathered(module, group) for group in param_groups(state_of(module))]
 
 
 def is_under_way(root: nn.Module) -> bool:
-    """Whether a forward or a backward has begun and not ended; between steps: an error kept it from that."""
+    """Return True if a forward or a backward has begun and not ended; between steps an error is the cause."""
     return any(
         state._state_ctx.post_backward_final_callback_queued or state._state_ctx.iter_forward_root is not None
         for state in states_of(root)
@@ -280,7 +283,7 @@ def is_under_way(root: nn.Module) -> bool:
 
 
 def recover(root: nn.Module) -> None:
-    """After an error in a step: let every unit begin anew, with its part of the weights only."""
+    """Reset every FSDP2 unit to its sharded state, after an error in a step."""
     begin_anew(states_of(root))
     for state in states_of(root):
         for group in param_groups(state):
@@ -289,18 +292,18 @@ def recover(root: nn.Module) -> None:
 
 
 def collectives_issued() -> int:
-    """Collectives of the world's group that this rank has begun, complete or not."""
+    """Return the number of collectives of the default group that this rank has begun."""
     return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr] # of ranks only
 
 
 class WaitingDTensor(DTensor):
-    """A DTensor whose elements must be waited for: whatever wants them asks for its local tensor first.
+    """A DTensor whose local tensor is still being stepped; reading the local tensor waits.
 
-    It is no `Part` such as `nnx_core.view.pending.Pending`: a guard answers nothing in local mode, where the
-    optimizer's step, the checkpoint and FSDP2 read the local tensor.
+    A guard such as `nnx_core.view.pending.Pending` does not help: it does nothing in local mode, in which
+    the optimizer's step, the checkpoint and FSDP2 read the local tensor.
 
     Attributes:
-        _nnx_wait: Waits, and gives the tensor its own class back.
+        _nnx_wait: A function that waits, and restores the tensor's own class.
     """
 
     __slots__ = ()
@@ -315,17 +318,18 @@ _SLOT = cast(Any, DTensor._local_tensor)
 
 
 def accumulator_of(tensor: Tensor) -> Any:
-    """The node that a tensor's gradient ends in, or comes from."""
+    """Return the autograd node that made a tensor, or that accumulates its gradient if it is a leaf."""
     if tensor.grad_fn is not None:
         return tensor.grad_fn
+    # A leaf shows its accumulator only as the next node of an operation on it.
     with torch.enable_grad():
         return tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def will_run(node: Any) -> bool | None:
-    """Return True if the backward that this thread is in comes by a node; None: it does not tell.
+    """Return True if the running backward will execute a node; None if autograd does not tell.
 
-    It does not for the gradients that ``torch.autograd.grad`` was asked for.
+    Autograd does not tell it of the inputs of ``torch.autograd.grad``.
     """
     try:
         return will_execute(node)
@@ -334,10 +338,10 @@ def will_run(node: Any) -> bool | None:
 
 
 def make_last(handle: RemovableHandle) -> None:
-    """Make a hook that sees an accumulated gradient the last of its parameter's."""
+    """Make a post-accumulate-grad hook the last one of its parameter."""
     hooks = handle.hooks_dict_ref()
     if hooks and len(hooks) > 1 and next(reversed(hooks)) != handle.id:
-        # The engine goes by the order of insertion.
+        # Autograd calls hooks in the order of insertion.
         hooks[handle.id] = hooks.pop(handle.id)
 
 
@@ -348,13 +352,14 @@ def makes_cuda_graphs(module: nn.Module) -> bool:
 
 
 def has_memory_alone(tensor: Tensor) -> bool:
-    """Return True if nothing refers to a tensor's memory but the tensor."""
+    """Return True if no other tensor refers to a tensor's memory."""
     storage = tensor.untyped_storage()
-    return users_of_storage(storage) <= 2  # the tensor, and what is called storage here
+    # Two users: the tensor and the local variable.
+    return users_of_storage(storage) <= 2
 
 
 class Silenced:
-    """Hooks that are not called for a while.
+    """Takes hooks out of their dicts until `end`, so that they are not called.
 
     Args:
         handles: The handles of the hooks.
@@ -370,7 +375,7 @@ class Silenced:
                 self._taken.append((hooks, number, hooks.pop(number)))
 
     def end(self, *, are_first: bool = False) -> None:
-        """Let them be called again, after all others or, with `are_first`, before them."""
+        """Restore the hooks behind all others or, with `are_first`, before them."""
         for hooks, number, hook in self._taken:
             hooks[number] = hook
             if are_first and len(hooks) > 1:

@@ -1,7 +1,7 @@
-"""Budgets of memory from options or the machine, and rates of transfer from its figures.
+"""Find memory budgets from options or the machine, and rates from its measured figures.
 
-The figures are measured once for the machine by `nnx_core.machine.calibration`. All ranks of a world use rank
-0's and the smallest of their budgets, so that they make the same plan.
+`nnx_core.machine.calibration` measures the figures once for the machine. All ranks use rank zero's figures
+and the smallest of their budgets, so that they make the same plan.
 """
 
 from __future__ import annotations
@@ -39,20 +39,19 @@ def resources(
     group: dist.ProcessGroup | None = None,
     rates: Rates | None = None,
 ) -> RankResources:
-    """Budgets and rates of this world: those of `rates`, else measured once for the machine. Collective.
-
-    A simulated device is not measured: its copies say nothing of a machine, and plans on it must repeat.
+    """Return the budgets and rates of this world. Collective.
 
     Args:
-        device: The device of this rank; its capacity is its budget.
-        host_bytes: Budget of this rank in host memory; None: its share of what is free.
-        local_world_size: Ranks that share the host.
+        device: The device of this rank; its capacity is the budget.
+        host_bytes: The host memory budget of this rank; None takes its share of the free memory.
+        local_world_size: The number of ranks that share the host.
         dtype: The dtype that forward and backward compute in.
-        group: All ranks; None in a single process.
+        group: The group of all ranks; None in a single process.
         rates: The rates to use instead of measuring.
     """
     control = control_group() if group is not None else None
     if rates is None:
+        # A simulated device is not measured: its copies tell nothing of the machine, and plans must repeat.
         real = isinstance(device, HostDevice) or device.torch_device.type != "cpu"
         rates = _measured(device, dtype, group, control) if real else Rates()
     host = available_host_bytes(local_world_size) if host_bytes is None else host_bytes
@@ -80,13 +79,14 @@ def _measured(
 
 
 def rates_of(figures: Hardware, dtype: torch.dtype, *, ranks: int) -> Rates:
-    """The rates that a plan counts with.
+    """Return the rates of a plan.
 
     Args:
         figures: The figures of the machine.
         dtype: The dtype that forward and backward compute in.
-        ranks: Number of ranks; a single one gathers nothing, and keeps the default.
+        ranks: The number of ranks.
     """
+    # A single rank gathers nothing, so it keeps the default.
     collective = Rates().collective
     if ranks > 1:
         collective = sent_share("all_gather", ranks) / figures.link(ranks).throughput("all_gather", ranks)
@@ -101,9 +101,9 @@ def rates_of(figures: Hardware, dtype: torch.dtype, *, ranks: int) -> Rates:
 
 
 def available_host_bytes(local_world_size: int = 1) -> int:
-    """A rank's share of the host memory that is free, with some left for everything else.
+    """Return a rank's share of nine tenths of the free host memory.
 
-    Memory that only caches files counts as free, and the limit of a container as the size of the machine.
+    Memory that caches files counts as free, and the limit of a container as the size of the machine.
 
     Example:
         >>> 0 < available_host_bytes(2) < available_host_bytes()
@@ -123,6 +123,7 @@ def _free_of_machine() -> int:
 
 def _free_of_container() -> int:
     for limit, used in _CGROUP:
-        with suppress(OSError, ValueError):  # no such file, or "max"
+        # The file may be missing, and the limit may be the text "max".
+        with suppress(OSError, ValueError):
             return max(int(Path(limit).read_text()) - int(Path(used).read_text()), 1)
     return host_memory()

@@ -1,9 +1,10 @@
-"""ColossalAI's sharded checkpoints, which rank 0 writes in `Booster.save_model` and so on. Read only.
+"""Read ColossalAI's sharded checkpoints, which rank zero writes in `Booster.save_model` and its relatives.
 
-An index names the file of every weight, another the file of the optimizer's state for every parameter, by
-number; the param groups have a file of their own. What a directory lacks is looked for in the ones below it:
-a training loop usually keeps model, optimizer and scheduler side by side. This is written after the source
-of GeminiPlugin, LowLevelZeroPlugin and the general CheckpointIO; no file that ColossalAI wrote was at hand.
+One index names the file of every weight. Another names the file of every parameter's optimizer state, by
+number; the param groups have a file of their own. If a directory lacks an index, its subdirectories are
+searched, because training loops usually save model, optimizer and scheduler side by side. The reader follows
+the source of GeminiPlugin, LowLevelZeroPlugin and the general CheckpointIO; it was not tested with files that
+ColossalAI wrote.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _SAFETENSORS = ".safetensors"
 
 
 class ColossalAI(CheckpointFormat):
-    """A directory with indexes, or one with directories for model and optimizer.
+    """The format of a directory with indexes, or of one with directories for model and optimizer.
 
-    Hugging Face's older directories, ``pytorch_model.bin.index.json``, are the same and are read too.
+    Hugging Face's older directories with ``pytorch_model.bin.index.json`` have the same format.
     """
 
     name = "colossalai"
@@ -79,16 +80,17 @@ def _directories(place: Path) -> Iterator[Path]:
 def _find(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
     try:
         return sorted(file for file in directory.iterdir() if pattern.fullmatch(file.name))
-    except OSError:  # such as `lost+found` beside the directories of model and optimizer
+    # A directory may be unreadable, such as `lost+found` beside model and optimizer.
+    except OSError:
         return []
 
 
 def _only(place: Path, pattern: re.Pattern[str]) -> Path | None:
-    """The one index of a kind, in a directory or directly below it."""
+    """Return the only index of a kind, in a directory or directly below it."""
     for directory in _directories(place):
         if _find(directory, _ASYNC_INDEX):
             raise CheckpointError(
-                f"'{directory}' holds an optimizer that was saved with `use_async`, which nnx does not know.",
+                f"'{directory}' holds an optimizer that was saved with `use_async`, which nnx cannot read.",
                 remedy="Save it without `use_async`.",
             )
     found = _find(place, pattern) or [i for child in _directories(place) for i in _find(child, pattern)]
@@ -102,23 +104,24 @@ def _only(place: Path, pattern: re.Pattern[str]) -> Path | None:
 
 @dataclass(frozen=True)
 class _Index:
-    """Which file holds what."""
+    """One index file and its map of names to files."""
 
     file: Path
     metadata: Mapping[str, Any]
     weight_map: Mapping[str, str]
 
     def path(self, name: str) -> Path:
-        """A file of the same directory."""
+        """Return the path of a file in the same directory."""
+        # A name with a directory could lead the reader out of the checkpoint.
         if Path(name).name != name:
-            kind = "parts of distributed tensors" if name.startswith("dtensor/") else "a file elsewhere"
+            kind = "shards of distributed tensors" if name.startswith("dtensor/") else "a file elsewhere"
             raise CheckpointError(
                 f"'{self.file}' names {kind}: '{name}'.", remedy="Gather the tensors when saving them."
             )
         return self.file.parent / name
 
     def shards(self) -> Iterator[tuple[Path, set[str]]]:
-        """Every file, and what it must hold."""
+        """Yield every file with the names that it must hold."""
         for name in sorted(set(self.weight_map.values())):
             yield self.path(name), {key for key, file in self.weight_map.items() if file == name}
 
@@ -130,10 +133,10 @@ def _read_index(file: Path) -> _Index:
 
 def _require_same(index: _Index, shard: Path, wanted: set[str], found: set[str]) -> None:
     for name in sorted(wanted ^ found):
-        stated = f"'{index.file.name}' says that '{shard}' holds '{name}', and it does not"
-        unstated = f"'{shard}' holds '{name}', of which '{index.file.name}' knows nothing"
+        missing = f"'{shard}' has no '{name}', which '{index.file.name}' lists for it"
+        unlisted = f"'{shard}' holds '{name}', which '{index.file.name}' does not list for it"
         raise CheckpointError(
-            f"{stated if name in wanted else unstated}.",
+            f"{missing if name in wanted else unlisted}.",
             remedy="Index and files are of different saves; restore them from a backup.",
         )
 
@@ -154,7 +157,7 @@ def _add_model(contents: Contents, index: _Index, weights_only: bool) -> None:
 
 
 def _add_optimizer(contents: Contents, index: _Index, weights_only: bool) -> None:
-    """Parameters keep their numbers: nothing in the files says what they are called."""
+    # Parameters keep their numbers, because the files have no names for them.
     groups = load_torch_file(index.path(index.metadata["param_groups"]), weights_only=weights_only)
     state: dict[int, dict[str, Any]] = {}
     for shard, wanted in index.shards():
@@ -182,7 +185,7 @@ def _checked(key: str, value: Any, shard: Path) -> Any:
 
 
 def _trainer(place: Path, weights_only: bool) -> dict[str, Any]:
-    """Schedulers and progress, as ColossalAI's examples save them beside model and optimizer."""
+    """Read schedulers and progress, as ColossalAI's examples save them beside model and optimizer."""
     trainer: dict[str, Any] = {}
     if (place / _SCHEDULER).is_file():
         scheduler = load_torch_file(place / _SCHEDULER, weights_only=weights_only)

@@ -1,12 +1,11 @@
-"""A CUDA card: two copy streams beside the computing one, and the caching allocator's accounts.
+"""A CUDA device: two copy streams beside the compute stream, and memory of the caching allocator.
 
-It is the only file here that calls ``torch.cuda``. It was written without a card at hand: no line of it has
-been run on one yet.
+Only this file calls ``torch.cuda``. It was written without a GPU at hand: no line of it has run on one yet.
 
-No tensor is given to ``record_stream``, which would free memory at moments that depend on timing. What a copy
-uses is referred to until the copy is over, and who releases memory makes the computing stream wait for the
-copies that still use it; so the allocator, which hands memory out again in the computing stream's order, is
-right whenever it reuses it.
+No tensor is given to ``record_stream``, which would free memory at times that depend on timing. Instead the
+device refers to all tensors of a copy until it is complete, and `release` makes the compute stream wait for
+copies that still use the memory. The allocator reuses memory in the order of the compute stream, so it never
+reuses memory under a copy.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ _FOR_COMMUNICATION = 2**30
 
 
 def default_capacity(available: int, world_size: int) -> int:
-    """Bytes of a card that chunks are planned with, where the user sets no budget.
+    """Return the bytes of a GPU that chunks are planned with, unless the user sets a budget.
 
-    The rest is for what no plan counts: the workspaces of cuBLAS, gaps between the allocator's blocks and,
-    above one rank, the buffers of NCCL, which are not the allocator's.
+    The rest is for memory that no plan counts: cuBLAS workspaces, gaps between the allocator's blocks and,
+    above one rank, NCCL's buffers, which the allocator does not manage.
 
     Args:
-        available: Bytes that are free.
-        world_size: Number of ranks.
+        available: The free bytes.
+        world_size: The number of ranks.
 
     Example:
         >>> default_capacity(80 * 2**30, 1) / 2**30, default_capacity(80 * 2**30, 8) / 2**30
@@ -53,7 +52,7 @@ def default_capacity(available: int, world_size: int) -> int:
 
 @dataclass(slots=True)
 class _Running:
-    """A copy that may be under way, and what must live until it is over."""
+    """A copy that may be running, and the tensors that must live until it is complete."""
 
     event: torch.cuda.Event
     tensors: tuple[Tensor, ...]
@@ -63,10 +62,10 @@ class CudaDevice(Device[torch.cuda.Event]):
     """A CUDA device, or a share of it.
 
     Args:
-        torch_device: The device in question.
-        capacity: Bytes that this process may reserve on it, for everything that torch allocates; None: what
-            `default_capacity` leaves of what is free.
-        world_size: Number of ranks.
+        torch_device: The torch device.
+        capacity: Bytes that this process may reserve for all of torch's allocations; None: `default_capacity`
+            of the free bytes.
+        world_size: The number of ranks.
     """
 
     def __init__(
@@ -76,6 +75,7 @@ class CudaDevice(Device[torch.cuda.Event]):
         self.torch_device = torch.device("cuda", index)
         self.traffic = Traffic()
         free, total = torch.cuda.mem_get_info(index)
+        # Memory that the caching allocator holds is not free for CUDA, but it is for us.
         available = free + torch.cuda.memory_reserved(index)
         self._fraction_before: float | None = None
         if capacity is None:
@@ -99,7 +99,7 @@ class CudaDevice(Device[torch.cuda.Event]):
     @property
     @override
     def used(self) -> int:
-        """What the caching allocator holds, in use or not: that is what other processes cannot have."""
+        """The bytes that the caching allocator holds, in use or not: other processes cannot have them."""
         return torch.cuda.memory_reserved(self.torch_device)
 
     @override
@@ -114,6 +114,7 @@ class CudaDevice(Device[torch.cuda.Event]):
     def release(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         with self._lock:
+            # The allocator hands the memory to the compute stream next, so that stream waits for the copies.
             for running in self._running:
                 if any(_shares(used, tensor) for used in running.tensors):
                     self._stream().wait_event(running.event)
@@ -128,7 +129,8 @@ class CudaDevice(Device[torch.cuda.Event]):
         with self._lock:
             nbytes = self._sizes[key]
         self._with_room(nbytes, lambda: storage.resize_(nbytes))
-        with self._lock:  # not before: if there was no room, somebody asks again
+        # Only after success: if there was no room, a retry needs the size.
+        with self._lock:
             self._sizes.pop(key, None)
 
     @override
@@ -139,8 +141,9 @@ class CudaDevice(Device[torch.cuda.Event]):
     def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
         check_shapes(target, source)
         nbytes = target.numel() * target.element_size()
+        # The conversion on the host is slow, so it happens outside of the lock.
         if not source.is_cuda and source.dtype != target.dtype:
-            source = self._converted_on_host(source, target.dtype)  # which takes long, so without the lock
+            source = self._converted_on_host(source, target.dtype)
         with self._lock, torch.cuda.device(self.torch_device), torch.no_grad():
             self._forget_finished()
             if target.is_cuda:
@@ -149,10 +152,11 @@ class CudaDevice(Device[torch.cuda.Event]):
             else:
                 lane = self._to_host
                 self.traffic.to_host += nbytes
+            # Kernels launched so far may still write the source or read the target.
             lane.wait_stream(self._stream())
             with torch.cuda.stream(lane):
                 converted = source if source.dtype == target.dtype else self._converted(source, target.dtype)
-                # ``data`` has a version counter of its own.
+                # Through ``data``, which has its own version counter: autograd must not see the write.
                 target.data.copy_(converted, non_blocking=True)
                 event = _new_event()
                 event.record(lane)
@@ -166,8 +170,9 @@ class CudaDevice(Device[torch.cuda.Event]):
     @override
     def host_waits(self, event: torch.cuda.Event) -> None:
         event.synchronize()
+        # The next copy would drop the references too, but it may come much later.
         with self._lock:
-            self._forget_finished()  # the next copy, which would do it too, may be far
+            self._forget_finished()
 
     @override
     def close(self) -> None:
@@ -178,15 +183,15 @@ class CudaDevice(Device[torch.cuda.Event]):
             torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.torch_device)
 
     def _stream(self) -> torch.cuda.Stream:
-        """The one that computing is given to, in whichever thread asks."""
+        """Return the compute stream: the current stream of the calling thread."""
         return torch.cuda.current_stream(self.torch_device)
 
     def _converted(self, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """In memory of the lane's own, which the lane alone uses again."""
+        # Called with the lane as the current stream: the allocator gives the memory back to the lane only.
         return self._with_room(source.numel() * dtype.itemsize, lambda: source.to(dtype))
 
     def _converted_on_host(self, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """In pinned memory, which torch keeps until the copy is over."""
+        # torch keeps pinned memory until asynchronous copies from it are complete.
         with torch.no_grad():
             return _pinned(source.shape, dtype).copy_(source)
 
@@ -194,10 +199,11 @@ class CudaDevice(Device[torch.cuda.Event]):
         self._running = deque(running for running in self._running if not _is_over(running.event))
 
     def _with_room(self, nbytes: int, allocate: Callable[[], T]) -> T:
-        """Allocate; where there is no room, once more when memory that copies hold is free."""
+        """Allocate; if there is no room, wait for all copies and try once more."""
         try:
             return allocate()
         except torch.OutOfMemoryError:
+            # Running copies keep tensors alive that nobody else holds.
             with self._lock:
                 for running in self._running:
                     running.event.synchronize()
@@ -211,7 +217,7 @@ class CudaDevice(Device[torch.cuda.Event]):
 
 
 def _pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Of torch's own pinned memory, which it keeps for the next one."""
+    """Allocate from torch's cache of pinned memory."""
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 

@@ -1,8 +1,8 @@
-"""The device as the engine uses it: memory with a budget, a copy lane beside the computing one, events.
+"""The device interface of the engine: memory with a budget, copy lanes beside compute, events.
 
-Two implement it: `HostDevice` (the host is the device: CPU training) and
-`nnx_colossalai.cuda.CudaDevice`. The tests have a third, a host with a byte budget, a bandwidth and random
-delays, on which a wait that is missing shows as wrong numbers. The engine never calls ``torch.cuda`` itself.
+`HostDevice` implements it for CPU training, where the host is the device. `nnx_colossalai.cuda.CudaDevice`
+implements it for CUDA. The tests have a third: a host with a byte budget, a bandwidth and random delays, on
+which a missing wait shows as wrong numbers. The engine never calls ``torch.cuda`` itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EventT = TypeVar("EventT")
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that were copied since the counters were last set to zero.
+    """Bytes copied since the counters were last set to zero.
 
     Attributes:
         to_device: The bytes from host to device.
@@ -37,11 +37,11 @@ class Traffic:
 
 
 class Device(ABC, Generic[EventT]):
-    """Where a rank computes.
+    """The device of one rank.
 
     Attributes:
-        torch_device: The device of the tensors that computing needs.
-        traffic: The bytes that were copied between host and device.
+        torch_device: The torch device of the tensors in its memory.
+        traffic: The bytes copied between host and device.
     """
 
     torch_device: torch.device
@@ -59,92 +59,91 @@ class Device(ABC, Generic[EventT]):
 
     @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A new 1-d tensor in device memory, not initialised.
+        """Allocate an uninitialised 1-d tensor in device memory.
 
         Raises:
-            DeviceMemoryError: It does not fit; the error names the bytes asked for, in use and allowed.
+            DeviceMemoryError: There is no room; the error names the bytes requested, in use and allowed.
         """
 
     def empty_each(self, numels: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Several of `empty`, each with memory of its own: all of them, or none.
+        """Allocate several tensors as `empty` does, each with memory of its own; all of them, or none.
 
         Raises:
-            DeviceMemoryError: Raised as by `empty`.
+            DeviceMemoryError: There is no room for all of them.
         """
         return [self.empty(numel, dtype) for numel in numels]
 
     @abstractmethod
     def release(self, tensor: Tensor) -> None:
-        """Free the storage of a tensor of `empty`: its memory may be reused at once, by computing as well.
+        """Free the storage of a tensor of `empty`; compute and copies may reuse the memory at once.
 
-        Copies that still read or write it are waited for on the lane that reuses it, not by the caller. The
-        tensor object and views of it keep their shapes and may be held on to, for `restore`; nobody may read
-        or write them meanwhile. A tensor of `empty` that is merely forgotten is freed too.
+        The lane that reuses the memory waits for copies that still use it; the caller does not wait. The
+        tensor and its views keep their shapes for `restore`, and must not be read or written until then.
+        Deleting a tensor of `empty` frees its memory too.
         """
 
     @abstractmethod
     def restore(self, tensor: Tensor) -> None:
-        """Give a released tensor, and all views of it, memory again, not initialised.
+        """Allocate memory again for a released tensor and its views; the values are uninitialised.
 
         Raises:
-            DeviceMemoryError: It does not fit.
+            DeviceMemoryError: There is no room.
         """
 
     @abstractmethod
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A new 1-d tensor in host memory, pinned where that makes copies faster.
+        """Allocate an uninitialised 1-d tensor in host memory, pinned if that makes copies faster.
 
-        It must live until the copies of it are over; those of `copy` see to that themselves.
+        It must live until its copies are complete; `copy` keeps a reference until then.
         """
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> EventT:
-        """Copy between host and device on the copy lane, after what computing has been given so far.
+        """Copy between host and device on a copy lane, after the kernels launched so far.
 
-        There is a lane in each direction, and copies of one lane happen in the order of the calls. At least
-        one of the two is memory of `empty` or `host_empty` (or lies on an accelerator), which tells the
-        direction. Autograd does not see the write: version counters stay. Any thread may call.
+        Each direction has one lane, which copies in the order of the calls. At least one tensor is memory of
+        `empty` or `host_empty`, or is on an accelerator; this tells the direction. Autograd does not see the
+        write: version counters stay. Any thread may call.
 
-        Dtypes may differ: the conversion happens on the side of the source's memory, so that the bytes on
-        the bus are those of `target`.
+        Dtypes may differ: the source's side converts, so that `target` sets the number of bytes on the bus.
 
         Args:
-            target: Written; nobody may read it before the event.
-            source: Read; nobody may write it before the event.
+            target: The tensor to write; it must not be read before the event.
+            source: The tensor to read; it must not be written before the event.
 
         Returns:
-            An event that is over when `target` is complete.
+            An event that is complete when `target` is.
         """
 
     @abstractmethod
     def compute_waits(self, event: EventT) -> None:
-        """What computing is given from now on starts after the event; the caller does not wait."""
+        """Let kernels launched from now on start after the event; the caller does not wait."""
 
     @abstractmethod
     def host_waits(self, event: EventT) -> None:
-        """Wait until the event is over, and what it wrote can be read by this thread."""
+        """Wait until the event is complete and this thread can read the tensor that it wrote."""
 
     def close(self) -> None:
-        """Finish the copies under way and end threads, if any; the device is not used afterwards."""
+        """Complete all copies and end all threads; the device must not be used afterwards."""
 
 
-# The host as the device: training on CPU.
+# The host as the device, for training on CPU.
 #
-# Copies are real and happen at once, in the thread that asks for them, so there is nothing to wait for. It
-# owns no thread, and never keeps memory alive.
+# Copies are real and complete when `copy` returns, so no event is needed. It has no thread, and its ledger
+# keeps no memory alive.
 
 
 def host_memory() -> int:
-    """Bytes of memory of this machine."""
+    """Return the bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class HostDevice(Device[None]):
-    """Host memory, of which one part is called the device's.
+    """A device in host memory, with a budget.
 
     Args:
-        capacity: Bytes of the device's part; None: the machine's memory, shared among its ranks.
-        local_world_size: Ranks of this machine.
+        capacity: The budget in bytes; None divides the machine's memory among its ranks.
+        local_world_size: The number of ranks on this machine.
 
     Example:
         >>> device = HostDevice(capacity=1024)
@@ -211,19 +210,20 @@ class HostDevice(Device[None]):
         else:
             self.traffic.to_host += nbytes
         with torch.no_grad():
-            # ``data`` has a version counter of its own.
+            # Through ``data``, which has its own version counter: autograd must not see the write.
             target.data.copy_(source)
 
     @override
     def compute_waits(self, event: None) -> None:
-        """Nothing: copies are over when `copy` returns."""
+        """Do nothing: copies are complete when `copy` returns."""
 
     @override
     def host_waits(self, event: None) -> None:
-        """Nothing: copies are over when `copy` returns."""
+        """Do nothing: copies are complete when `copy` returns."""
 
     def _allocate(self, numels: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         try:
+            # An inference tensor could not be used in training later.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 return [torch.empty(numel, dtype=dtype, device="cpu") for numel in numels]
         except RuntimeError as error:

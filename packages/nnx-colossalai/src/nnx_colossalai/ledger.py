@@ -1,10 +1,8 @@
-"""The ledger of a device's memory.
+"""Account for the memory of a device that is simulated in host memory.
 
-Which memory belongs to the device and which to the host, and how much of the device's is in use.
-
-On a host that stands for a device no tensor tells where it lies, so what was handed out is remembered by
-its storage, weakly: memory that is forgotten without being released is noticed. It never holds a tensor
-alive.
+A tensor in host memory does not tell whether it counts as device or host memory. So the ledger records every
+allocation by its storage. It refers to storages weakly: it keeps no tensor alive, and notices memory that is
+freed without `Ledger.release`.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ _FEW = 1024
 
 
 StorageKey = StorageWeakRef
-"""Names a storage without keeping it; the name is not given to another while anyone has it."""
+"""A weak reference to a storage; it stays unique for as long as the key exists."""
 
 
 class Direction(str, Enum):
-    """Which way a copy goes."""
+    """The direction of a copy."""
 
     TO_DEVICE = "to_device"
     TO_HOST = "to_host"
@@ -42,38 +40,37 @@ class _Entry:
 
 
 class Ledger:
-    """Accounts of one device that lies in host memory.
+    """The account of one device in host memory.
 
     Args:
         name: The name of the device in errors.
-        capacity: Bytes that may be in use at a time.
+        capacity: The bytes that may be in use at a time.
     """
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name, self.capacity = name, capacity
         self._entries: dict[StorageWeakRef, _Entry] = {}
         self._used = 0
-        self._most_entries = (
-            _FEW  # before those that expired are looked for: training drops some in every step
-        )
+        # Training drops some storages in every step; above this number of entries expired ones are removed.
+        self._most_entries = _FEW
         self._lock = RLock()
 
     @property
     def used(self) -> int:
-        """Bytes of device memory in use."""
+        """The bytes of device memory in use."""
         with self._lock:
             self._forget_expired()
             return self._used
 
     def reserve(self, nbytes: int) -> None:
-        """Count bytes as in use, which are about to be handed out.
+        """Count bytes as in use before their allocation.
 
         Raises:
-            DeviceMemoryError: They do not fit.
+            DeviceMemoryError: There is no room.
         """
         with self._lock:
             if self._used + nbytes > self.capacity:
-                # Asking all storages takes time, so only when it matters.
+                # Only now, because checking all storages takes time.
                 self._forget_expired()
             if self._used + nbytes > self.capacity:
                 raise DeviceMemoryError.no_room(
@@ -82,11 +79,11 @@ class Ledger:
             self._used += nbytes
 
     def add_device(self, *tensors: Tensor) -> None:
-        """Remember device memory whose bytes were reserved."""
+        """Record device memory whose bytes were reserved."""
         self._add(tensors, on_device=True)
 
     def add_host(self, tensor: Tensor) -> None:
-        """Remember host memory."""
+        """Record host memory."""
         self._add((tensor,), on_device=False)
 
     def release(self, tensor: Tensor) -> None:
@@ -94,7 +91,7 @@ class Ledger:
         with self._lock:
             entry = self._own(tensor)
             if not entry.resident:
-                raise ValueError("memory is released twice")
+                raise ValueError("cannot release memory twice")
             entry.resident = False
             self._used -= entry.nbytes
 
@@ -102,43 +99,49 @@ class Ledger:
         """Reserve a released tensor's bytes again, and return their number.
 
         Raises:
-            DeviceMemoryError: They do not fit.
+            DeviceMemoryError: There is no room.
         """
         with self._lock:
             entry = self._own(tensor)
             if entry.resident:
-                raise ValueError("memory is restored that was not released")
+                raise ValueError("cannot restore memory that was not released")
             self.reserve(entry.nbytes)
             entry.resident = True
             return entry.nbytes
 
     def cancel(self, nbytes: int) -> None:
-        """Take back a reservation that came to nothing."""
+        """Cancel a reservation whose allocation failed."""
         with self._lock:
             self._used -= nbytes
 
     def direction(self, target: Tensor, source: Tensor) -> Direction:
-        """Which way a copy goes: what is not remembered lies opposite to what is."""
+        """Return the direction of a copy; an unrecorded tensor counts as opposite to the recorded one."""
         with self._lock:
             sides = [self._side(target), self._side(source)]
         if sides[0] == sides[1]:
-            wrong = {None: "neither was made by it", True: "both lie on it", False: "both lie on the host"}
-            raise ValueError(f"copies go between host and {self.name}, but of these two {wrong[sides[0]]}")
+            wrong = {
+                None: "this device allocated neither tensor",
+                True: f"both tensors are on {self.name}",
+                False: "both tensors are on the host",
+            }
+            raise ValueError(
+                f"cannot copy: {wrong[sides[0]]}, expected one on the host and one on {self.name}"
+            )
         to_device = sides[0] is True or sides[1] is False
         return Direction.TO_DEVICE if to_device else Direction.TO_HOST
 
     def check_resident(self, *tensors: Tensor) -> None:
-        """Refuse tensors whose memory is released."""
+        """Raise an error for tensors whose memory is released."""
         with self._lock:
             for tensor in tensors:
                 entry = self._entries.get(storage_key(tensor))
                 if entry is not None and not entry.resident:
-                    raise ValueError("a copy reads or writes memory that is released")
+                    raise ValueError("cannot copy from or to released memory")
 
     def _own(self, tensor: Tensor) -> _Entry:
         entry = self._entries.get(storage_key(tensor))
         if entry is None or not entry.on_device:
-            raise ValueError("the tensor is no device memory of this device")
+            raise ValueError("this device did not allocate the tensor as device memory")
         return entry
 
     def _side(self, tensor: Tensor) -> bool | None:
@@ -161,50 +164,47 @@ class Ledger:
 
 
 def check_shapes(target: Tensor, source: Tensor) -> None:
-    """Refuse a copy that would broadcast."""
+    """Raise an error for a copy that would broadcast."""
     if target.shape != source.shape:
         raise ValueError(f"cannot copy shape {tuple(source.shape)} into shape {tuple(target.shape)}")
 
 
 def storage_key(tensor: Tensor) -> StorageKey:
-    """The name of the memory that a tensor is a view of."""
+    """Return the key of a tensor's storage."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def is_gone(key: StorageKey) -> bool:
-    """Return True if nothing refers to the storage any more."""
+    """Return True if the storage is freed."""
     return bool(key.expired())  # type: ignore[no-untyped-call]
 
 
-# The error of a device that has no room: what was asked for, what is in use, and what is allowed.
-
-
-_KNOB = (
-    "Raise device_memory, let more of the model lie in host memory (a higher offload_fraction or "
+_REMEDY = (
+    "Raise device_memory, offload more of the model to host memory (a higher offload_fraction or "
     "stream_fraction), or lower the batch size."
 )
 
 
 class DeviceMemoryError(NnxError, MemoryError):
-    """A device has no room for what was asked for.
+    """A device has no room for an allocation.
 
     Args:
-        message: A sentence that says what failed.
-        remedy: A sentence that tells the user what to do about it.
-        asked: Bytes that were asked for.
-        used: Bytes in use at that moment.
-        allowed: Bytes that this rank may use.
+        message: The sentence that names the failure.
+        remedy: The sentence that tells the user how to avoid it.
+        asked: The bytes requested.
+        used: The bytes in use at that moment.
+        allowed: The bytes that this rank may use.
     """
 
     def __init__(
-        self, message: str, *, remedy: str = _KNOB, asked: int = 0, used: int = 0, allowed: int = 0
+        self, message: str, *, remedy: str = _REMEDY, asked: int = 0, used: int = 0, allowed: int = 0
     ) -> None:
         super().__init__(message, remedy=remedy)
         self.asked, self.used, self.allowed = asked, used, allowed
 
     @classmethod
     def no_room(cls, device: str, *, asked: int, used: int, allowed: int) -> DeviceMemoryError:
-        """The error for one allocation.
+        """Make the error of one allocation.
 
         Example:
             >>> print(DeviceMemoryError.no_room("cpu", asked=100, used=950, allowed=1000).message)
@@ -217,7 +217,7 @@ class DeviceMemoryError(NnxError, MemoryError):
         return cls(message, asked=asked, used=used, allowed=allowed)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # An error that travels from one rank to the others keeps its numbers.
+        # Ranks send each other pickled errors, which would lose these numbers without it.
         return (_rebuild, (type(self), self.message, self.remedy, self.asked, self.used, self.allowed))
 
 

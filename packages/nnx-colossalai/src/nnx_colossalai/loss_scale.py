@@ -1,4 +1,4 @@
-"""The dynamic loss scale of '16-mixed', and mixed precision under lightning-colossalai's name."""
+"""Scale the loss of '16-mixed' dynamically, and offer mixed precision under lightning-colossalai's name."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ from nnx_core.lightning.namespaces import trainer_tree
 from nnx_core.optimizers.gradients import ParallelGradScaler
 from nnx_core.options import check_choice
 
-# The dynamic loss scale of '16-mixed', with hysteresis, that all ranks agree on and checkpoints keep.
-#
-# It is a `torch.amp.GradScaler`: Lightning's precision plugins scale, unscale, step and save with it as
-# with torch's own. The rule is `nnx_colossalai.loss_scale`.
+# The dynamic loss scale with hysteresis, equal on all ranks and kept in checkpoints. It is a
+# `torch.amp.GradScaler`, so Lightning's precision plugins scale, unscale, step and save with it.
 
 
 class DynamicLossScaler(ParallelGradScaler):
     """A gradient scaler that follows a `LossScaleRule`; overflow on one rank skips the step on all.
 
     Args:
-        backend: Whose gradients are unscaled.
-        rule: When the scale grows and backs off.
-        enabled: False makes every method do nothing, as for torch's.
+        backend: The backend whose gradients are unscaled.
+        rule: The rule by which the scale grows and backs off.
+        enabled: False makes every method do nothing, as for torch's scaler.
     """
 
     def __init__(self, backend: Backend[Any], rule: LossScaleRule, *, enabled: bool = True) -> None:
@@ -49,7 +47,7 @@ class DynamicLossScaler(ParallelGradScaler):
 
     @property
     def rule(self) -> LossScaleRule:
-        """When the scale grows and backs off; setters, and loading a state, may have changed it."""
+        """The present rule, which setters and loaded states may have changed."""
         if not self.is_enabled():
             return self._rule
         return replace(
@@ -70,7 +68,8 @@ class DynamicLossScaler(ParallelGradScaler):
         device = scale.device
         known = [scale, clean_steps, *self._found_overflows()]
         read = torch.cat([each.reshape(1).to(device, torch.float64) for each in known])
-        now, steps, *overflows = read.tolist()  # at once: the host waits for the card where it reads
+        # One read for all values, because each read waits for the GPU.
+        now, steps, *overflows = read.tolist()
         after = self.rule.update(LossScaleState(now, int(steps), self._overflows), overflow=any(overflows))
         scale.fill_(after.scale)
         clean_steps.fill_(after.clean_steps)
@@ -84,11 +83,11 @@ class DynamicLossScaler(ParallelGradScaler):
             for tensor in state["found_inf_per_device"].values()
         ]
         if not found:
-            raise RuntimeError("update() comes after unscale_() or step() of an optimizer; there was none.")
+            raise RuntimeError("update() was called before unscale_() or step() of any optimizer.")
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale, both counters and the rule: torch's own scaler can load it, too."""
+        """Return the scale, both counters and the rule; torch's own scaler can load it too."""
         if not self.is_enabled():
             return {}
         own = {
@@ -100,7 +99,7 @@ class DynamicLossScaler(ParallelGradScaler):
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where another scaler was; what the state of torch's own lacks stays as it is here."""
+        """Load the state of another scaler; entries that torch's own lacks keep their values."""
         if not self.is_enabled():
             return
         super().load_state_dict(state_dict)
@@ -117,20 +116,17 @@ class DynamicLossScaler(ParallelGradScaler):
         )
 
 
-# When the loss scale grows and backs off: the rule of the historical strategy, on plain numbers.
-#
-# Owns the settings and one update. Never touches tensors; `nnx_colossalai.loss_scale` applies it to a
-# scaler.
+# The rule of the loss scale, as in lightning-colossalai, on plain numbers; `DynamicLossScaler` applies it.
 
 
 @dataclass(frozen=True, slots=True)
 class LossScaleState:
-    """What the next update depends on.
+    """The state of a loss scale between two updates.
 
     Attributes:
         scale: The factor that the loss is multiplied by.
-        clean_steps: Steps without overflow since the last overflow or growth.
-        overflows: Overflows since the last growth; it never goes down in between.
+        clean_steps: The steps without overflow since the last overflow or growth.
+        overflows: The overflows since the last growth; the number never falls in between.
     """
 
     scale: float
@@ -143,13 +139,13 @@ class LossScaleRule:
     """The dynamic loss scale with hysteresis.
 
     Attributes:
-        initial_scale: The scale of the loss at first.
-        min_scale: The scale never backs off below it.
-        max_scale: The scale never grows above it.
+        initial_scale: The initial scale.
+        min_scale: The smallest scale.
+        max_scale: The largest scale.
         growth_factor: The factor by which the scale grows.
         backoff_factor: The factor by which it backs off.
-        growth_interval: Steps in a row without overflow after which it grows.
-        hysteresis: How many overflows since the last growth it takes to back off. From then on each
+        growth_interval: The steps in a row without overflow after which it grows.
+        hysteresis: The number of overflows since the last growth after which it backs off. From then on each
             overflow backs off at once, until the scale has grown again.
 
     Example:
@@ -190,15 +186,15 @@ class LossScaleRule:
         )
 
     def start(self) -> LossScaleState:
-        """The state of a new run."""
+        """Return the state of a new run."""
         return LossScaleState(self.initial_scale)
 
     def update(self, state: LossScaleState, *, overflow: bool) -> LossScaleState:
-        """The state after a step.
+        """Return the state after a step.
 
         Args:
-            state: Before it.
-            overflow: True if a gradient was infinite or not a number on any rank; the step was skipped then.
+            state: The state before the step.
+            overflow: True if a gradient was infinite or NaN on any rank, so that the step was skipped.
         """
         if overflow:
             overflows = state.overflows + 1
@@ -211,21 +207,20 @@ class LossScaleRule:
         return LossScaleState(min(state.scale * self.growth_factor, self.max_scale))
 
 
-# `ColossalAIPrecision`: mixed precision for the Trainer under the name that lightning-colossalai gave it.
+# `ColossalAIPrecision`: mixed precision for the Trainer under lightning-colossalai's name.
 #
-# ``Trainer(precision="16-mixed")`` does the same on a GPU and is all that most need. On the CPU Lightning
-# makes that 'bf16-mixed' before a strategy sees it; this plugin stays what it is. The loss scale is the
-# strategy's.
+# On a GPU ``Trainer(precision="16-mixed")`` does the same. On the CPU Lightning replaces that by 'bf16-mixed'
+# before a strategy sees it, but keeps this plugin. The strategy has the loss scale.
 
 
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 class ColossalAIPrecision:
-    """A precision plugin for the Trainer of the copy of Lightning that is in use, on CPU and GPU.
+    """A precision plugin for the Trainer of the imported Lightning package, on CPU and GPU.
 
     Args:
-        precision: ``"16-mixed"`` (16 is the same), or ``"bf16-mixed"``, which scales no loss.
+        precision: The precision: ``"16-mixed"``, also as 16, or ``"bf16-mixed"`` without a loss scale.
 
     Example:
         >>> ColossalAIPrecision().precision
@@ -233,7 +228,8 @@ class ColossalAIPrecision:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ColossalAIPrecision:
-        """An object of this class and of Lightning's own for mixed precision."""
+        """Make an object of this class and of Lightning's MixedPrecision."""
+        # Both `lightning` and `pytorch_lightning` may be installed: the Trainer accepts its own classes only.
         made = _class_for(cls, trainer_tree())  # type: ignore[arg-type] # mypy on hashes
         return cast("ColossalAIPrecision", object.__new__(made))
 
@@ -245,7 +241,8 @@ class ColossalAIPrecision:
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Compute in 16 bits wherever the tensors are: with a GPU at hand, some train without it."""
+        """Enable autocast for tensors on the CPU and on a GPU."""
+        # For both, because a machine with a GPU may train on the CPU.
         with ExitStack() as stack:
             for device in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]:
                 dtype = _DTYPES[self.precision]  # type: ignore[attr-defined] # of Lightning's

@@ -1,7 +1,7 @@
-"""One model that is laid out in chunks: its units, its plan, its engine and what steps it.
+"""Build one chunked model: its units, its plan, its engine and its stepper.
 
-It owns the order in which these are made and taken down, and how the plan changes between two steps. What the
-core asks of a strategy is `backend`'s.
+`ChunkedModel` creates and removes these in order, and changes the plan between two steps. `backend` uses it
+to implement the interface of the core.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nnx_colossalai.plan.document import PlanDocument, plan_table, size_text
 from nnx_colossalai.plan.kept import Probe, probe
 from nnx_colossalai.plan.model import doubtful_units, left_with_the_root, model_spec, optimizer_state, widths
 from nnx_colossalai.plan.planner import Planned, downgrade, evaluate, plan, why_not_lower
-from nnx_colossalai.plan.spec import ModelSpec, RankResources, Rates, Tier, Wishes
+from nnx_colossalai.plan.spec import Constraints, ModelSpec, RankResources, Rates, Tier
 from nnx_colossalai.plan.timeline import draw_timeline
 from nnx_colossalai.plan.units import FoundUnit, find_units
 from nnx_colossalai.stepper import Stepper
@@ -46,14 +46,8 @@ from nnx_core.view.python_state import WentOnError
 __all__ = [
     "ChunkedModel",
     "refuse_cuda_graphs",
-    "wishes_of",
+    "constraints_of",
 ]
-
-
-# Where the chunks of one model lie: what is counted and measured for it, and the plan that all ranks share.
-#
-# It owns the way from options to a plan, and to the next one when optimizers or the device turn out
-# otherwise. It never moves anything; `ChunkedModel` does.
 
 
 T = TypeVar("T")
@@ -63,21 +57,24 @@ log = logging.getLogger("nnx.colossalai")
 class Placing:
     """The plan of one model, the same on all ranks. Collective.
 
+    It plans from the options, plans again for the real optimizers, and finds a lower plan after
+    out-of-memory. It moves no chunk; `ChunkedModel` does.
+
     Args:
         module: The model.
-        sample: Yields example inputs; only called where device memory is limited, to count activations, or
-            where it must be seen which weights a module uses while it runs.
-        context: The place of this process in the world.
-        device: Whose memory is planned.
-        options: The strategy's.
-        before: The memory that models planned earlier take, at most; the budgets are what they leave.
+        sample: A function that yields example inputs. It is called only to count activations, if device
+            memory is limited, or to find the weights that a module uses in its forward.
+        context: The rank of this process and the world size.
+        device: The device whose memory is planned.
+        options: The options of the strategy.
+        before: The peak memory of models planned earlier, which the budgets are reduced by.
 
     Attributes:
         found: The units whose parameters become chunks.
-        planned: The plan, which says where they lie.
+        planned: The plan, with a tier for each unit.
 
     Raises:
-        PlanError: No plan fits the budgets, or a stored one does not fit the model.
+        PlanError: No plan fits the budgets, or a stored plan does not fit the model.
         OptionError: Options contradict each other or the model.
     """
 
@@ -96,23 +93,23 @@ class Placing:
         self._noted: set[str] = set()
         self.found = self._find(module, sample)
         with together(control_group(), doing="reading the options"):
-            self._wishes = wishes_of(options, [unit.name for unit in self.found])
+            self._constraints = constraints_of(options, [unit.name for unit in self.found])
         self._resources = self._left_by(before, self._available())
         self.spec = self._counted(None)
         self.planned = self._on_first_rank(self._first_plan, doing="planning")
         self._report("planned")
 
     def units(self) -> list[Unit]:
-        """The units with their tiers, for an engine."""
+        """Return the units with their tiers, for an engine."""
         tiers = self.planned.placement.tiers
         return [Unit(unit.name, unit.module, unit.parameters, tiers[unit.name]) for unit in self.found]
 
     def table(self) -> str:
-        """The plan as text."""
+        """Return the plan as text."""
         return plan_table(self.spec, self._resources, self.planned)
 
     def _find(self, module: nn.Module, sample: Sample) -> tuple[FoundUnit, ...]:
-        """The units, the same on all ranks whatever each one's sample does. Collective."""
+        """Find the units, the same on all ranks even if their samples differ. Collective."""
         with together(control_group(), doing="finding chunks"):
             least, most = self._bounds(module)
             find = partial(
@@ -129,6 +126,7 @@ class Placing:
             )
             if doubtful or self._is_limited:
                 self._probe = self._look(found, module, sample)
+        # Rank zero decides, because the probe follows this rank's sample.
         left = self._on_first_rank(lambda: left_with_the_root(self._probe, doubtful), doing="finding chunks")
         if not left:
             return found
@@ -138,7 +136,7 @@ class Placing:
         return found
 
     def _bounds(self, module: nn.Module) -> tuple[int | None, int | None]:
-        """The smallest and the largest number of elements that a unit may have."""
+        """Return the smallest and the largest number of elements of a unit."""
         options = self._options
         least, most = options.min_num_params, options.chunk_size
         if options.min_chunk_size is not None:
@@ -171,7 +169,8 @@ class Placing:
         )
 
     def _available(self) -> RankResources:
-        """Budgets of all ranks, and rates, which do not matter where there is room for everything."""
+        """Return the smallest budgets of all ranks, and the rates."""
+        # Without a limit everything stays on the device, so no rate is measured.
         return resources(
             self._device,
             host_bytes=self._options.host_bytes,
@@ -182,8 +181,9 @@ class Placing:
         )
 
     def _left_by(self, before: Sequence[Memory], available: RankResources) -> RankResources:
-        """The budgets less what other models take; host memory that is measured tells by itself."""
+        """Return the budgets that other models leave."""
         device = sum(memory.device for memory in before)
+        # A measured host budget is the free memory, from which the other models' is gone already.
         host = sum(memory.host for memory in before) if self._options.host_bytes is not None else 0
         if before and self._is_limited:
             self._note(f"{size_text(device)} of device memory are planned for models set up before.")
@@ -206,12 +206,12 @@ class Placing:
     def _first_plan(self) -> Planned:
         path = self._options.plan
         if path is None:
-            return plan(self.spec, self._resources, self._wishes)
+            return plan(self.spec, self._resources, self._constraints)
         placement = PlanDocument.load(path).placement(self.spec, path=path)
-        planned = evaluate(self.spec, self._resources, placement, self._wishes)
+        planned = evaluate(self.spec, self._resources, placement, self._constraints)
         if planned.memory.device > self._resources.device_bytes:
             log.warning(
-                "The plan %r is used although it needs %s on the device and %s are allowed.",
+                "The plan %r needs %s on the device, but %s are allowed. It is used anyway.",
                 path,
                 size_text(planned.memory.device),
                 size_text(self._resources.device_bytes),
@@ -219,17 +219,17 @@ class Placing:
         return planned
 
     def correct(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Plan anew with the size of the optimizers' state; whether chunks have to move. Collective."""
+        """Plan again with the real size of optimizer state; return True if chunks move. Collective."""
         if self._is_limited:
             for optimizer in optimizers:
                 self._note(optimizer_state(optimizer).note)
-        # Only the state's size is news: the plain parameters that were counted may be empty by now.
+        # Only the state's size is new. The other counts stay: laid out parameters may be empty by now.
         spec = replace(self.spec, optimizer_bytes=self._counted(optimizers).optimizer_bytes)
         if spec == self.spec or self._options.plan is not None:
             return False
         self.spec, before = spec, self.planned
         self.planned = self._on_first_rank(
-            lambda: plan(spec, self._resources, self._wishes), doing="planning"
+            lambda: plan(spec, self._resources, self._constraints), doing="planning"
         )
         if self.planned.placement == before.placement:
             return False
@@ -240,13 +240,13 @@ class Placing:
         """Choose the next plan with less device memory. Collective.
 
         Args:
-            missing: Bytes by which the peak is to be lower at least.
-            rather: Bytes by which it is to be lower if there is such a plan, else half as many, and so on.
+            missing: The least number of bytes by which to lower the peak.
+            rather: The preferred number of bytes; it is halved until a plan exists.
 
         Raises:
-            PlanError: There is none; the message says why.
+            PlanError: There is no such plan; the message gives the reason.
         """
-        known = self.planned, self.spec, self._resources, self._wishes
+        known = self.planned, self.spec, self._resources, self._constraints
 
         def next_plan() -> Planned:
             wanted = max(missing, rather)
@@ -259,7 +259,7 @@ class Placing:
         self.planned = self._on_first_rank(next_plan, doing="planning after the device ran out of memory")
 
     def _on_first_rank(self, make: Callable[[], T], *, doing: str) -> T:
-        """What rank 0 makes, on every rank; so is its error. Collective."""
+        """Return rank zero's result on every rank, or raise its error. Collective."""
         made: T | None = None
         group = control_group()
         with together(group, doing=doing):
@@ -269,7 +269,7 @@ class Placing:
         return first
 
     def _report(self, what: str) -> None:
-        """Show the plan and write the files that were asked for. Collective."""
+        """Log the plan and write the files that the options name. Collective."""
         with together(control_group(), doing="writing the plan"):
             if self._context.rank == 0:
                 count = len(self.found)
@@ -278,7 +278,7 @@ class Placing:
                 self._write()
 
     def _note(self, note: str) -> None:
-        """Say once what the plan could not count."""
+        """Log once a fact that the plan could not count."""
         if note and self._context.rank == 0 and note not in self._noted:
             self._noted.add(note)
             log.info("The plan: %s", note)
@@ -291,14 +291,14 @@ class Placing:
             draw_timeline(self.planned.memory, self._resources, options.timeline_file)
 
 
-def wishes_of(options: ColossalAIOptions, names: Iterable[str]) -> Wishes:
-    """What the options ask of a plan, with patterns of names spelled out.
+def constraints_of(options: ColossalAIOptions, names: Iterable[str]) -> Constraints:
+    """Return the options of a plan, with name patterns expanded.
 
     Raises:
-        OptionError: Two of them contradict each other, or one names no chunk.
+        OptionError: Two options contradict each other, or one names no chunk.
 
     Example:
-        >>> wishes_of(ColossalAIOptions(tiers={"blocks.*": "streamed"}), ["blocks.0", ""]).tiers
+        >>> constraints_of(ColossalAIOptions(tiers={"blocks.*": "streamed"}), ["blocks.0", ""]).tiers
         {'blocks.0': <Tier.STREAMED: 'streamed'>}
     """
     names = list(names)
@@ -309,7 +309,7 @@ def wishes_of(options: ColossalAIOptions, names: Iterable[str]) -> Wishes:
     policy = options.placement_policy
     if not options.enable_distributed_storage:
         policy = Tier.GATHERED.value
-    return Wishes(
+    return Constraints(
         policy=policy,
         offload_fraction=options.offload_fraction,
         stream_fraction=options.stream_fraction,
@@ -320,21 +320,21 @@ def wishes_of(options: ColossalAIOptions, names: Iterable[str]) -> Wishes:
 
 
 class ChunkedModel:
-    """A module whose parameters lie in chunks.
+    """A module whose parameters are in chunks.
 
     Args:
-        module: The user's.
-        sample: Yields example inputs, from which the activations are estimated if the budget is short.
-        context: The place of this process in the world.
-        device: Memory and copies.
-        options: The strategy's.
-        before: The memory that models laid out earlier take, at most.
+        module: The user's module.
+        sample: A function that yields example inputs, to estimate activations under a budget.
+        context: The rank of this process and the world size.
+        device: The device that allocates and copies.
+        options: The options of the strategy.
+        before: The peak memory of models laid out earlier.
 
     Attributes:
-        module: The user's.
-        replaced: Maps each parameter object that was replaced to what took its place.
-        engine: Holds the chunks.
-        stepper: Steps optimizers over them.
+        module: The user's module.
+        replaced: The new parameter of each replaced one.
+        engine: The engine that holds the chunks.
+        stepper: The stepper of the optimizers.
     """
 
     def __init__(
@@ -358,6 +358,7 @@ class ChunkedModel:
             self._refuse_cuda_graphs()
             self.engine = make_engine(context, device, dtype)
             self.replaced = self.engine.parallelize(module, self.placing.units())
+        # A model that cannot be laid out is left as it was.
         except BaseException:
             self._recomputing.undo()
             raise
@@ -372,25 +373,25 @@ class ChunkedModel:
         self._with_gradients: bool | None = None
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take over the optimizers, and correct the plan by the size of their state where that matters."""
-        # One call for all of them, or one for each, as in Fabric.
+        """Set up the optimizers, and move chunks if the size of their state changes the plan."""
+        # The Trainer calls once for all optimizers, Fabric once for each.
         self._optimizers = [*dict.fromkeys([*self._optimizers, *optimizers])]
         if optimizers and self.placing.correct(self._optimizers):
             self._move()
         self.stepper.setup_optimizers(optimizers)
 
-    def move_down(self, error: DeviceMemoryError, *, rather: int = 0) -> int:
-        """Place chunks so that the device needs less memory. Collective.
+    def lower_tiers(self, error: DeviceMemoryError, *, rather: int = 0) -> int:
+        """Move chunks to lower tiers, which need less device memory. Collective.
 
         Args:
-            error: Why: the device ran out of memory.
-            rather: Bytes to free where that is possible, although the error tells of fewer.
+            error: The out-of-memory error.
+            rather: The preferred number of bytes to free, if it exceeds the error's.
 
         Returns:
-            Bytes that the device needs less.
+            The bytes freed, as planned.
 
         Raises:
-            PlanError: There is no such placement.
+            PlanError: There is no lower plan.
             UnsupportedError: The model was compiled to CUDA graphs.
         """
         before = self.placing.planned.memory.device
@@ -415,11 +416,8 @@ class ChunkedModel:
         self.stepper.chunks = self.engine.chunks
 
     def begin_step(self) -> None:
-        """Before a step, or an evaluation: take notice of what callbacks may have done to masters unseen.
-
-        Averaging callbacks, for one, write through ``data`` between training and evaluation, which no version
-        counter tells.
-        """
+        """Refresh working weights before a step, if callbacks may have changed masters unseen."""
+        # Weight averaging writes through ``data`` between training and evaluation; no version counts that.
         with_gradients = torch.is_grad_enabled()
         if with_gradients is not self._with_gradients:
             self._with_gradients = with_gradients
@@ -428,22 +426,22 @@ class ChunkedModel:
             self.finish()
 
     def distrust(self) -> None:
-        """An evaluation begins: masters may have been changed since the last one."""
+        """Refresh working weights before the next step, because an evaluation begins."""
         self._with_gradients = None
 
     def finish(self) -> None:
-        """Wait for steps in the background and whatever the engine has under way."""
+        """Wait for background steps and for the engine."""
         self.stepper.finish()
         self.engine.finish()
 
     def refresh(self) -> None:
-        """Make the working weights those of masters that were changed from outside."""
+        """Refresh the working weights from masters that were changed from outside."""
         self.finish()
         for chunk in self.engine.chunks:
             chunk.refresh()
 
     def undo(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Give the module its plain parameters back."""
+        """Restore the module's plain parameters."""
         self.stepper.close()
         self.finish()
         replaced = self.engine.unparallelize(self.module)
@@ -452,33 +450,34 @@ class ChunkedModel:
 
 
 def refuse_cuda_graphs(root: nn.Module, tiers: Iterable[Tier]) -> None:
-    """Refuse a model of which a part was compiled to CUDA graphs, where weights come from host memory.
+    """Raise an error for CUDA graphs in a model with weights from host memory.
 
     Args:
         root: The model.
         tiers: The tiers of its chunks.
 
     Raises:
-        UnsupportedError: A graph reads the addresses that it has recorded, and such weights get others.
+        UnsupportedError: A submodule is compiled to CUDA graphs, and a tier fetches weights.
     """
+    # A CUDA graph reads recorded addresses, but fetched weights get a new address each time.
     compiled = [name or "the model itself" for name, one in root.named_modules() if makes_cuda_graphs(one)]
     hosted = {tier.value for tier in tiers if tier.steps_on_host}
     if compiled and hosted:
         raise UnsupportedError(
-            f"{', '.join(compiled)}: compiled to CUDA graphs, which read weights where they were when it "
-            f"was recorded, but the plan has weights from host memory ({', '.join(sorted(hosted))}).",
+            f"{', '.join(compiled)}: compiled to CUDA graphs, which read weights at recorded addresses, "
+            f"but the plan fetches weights from host memory ({', '.join(sorted(hosted))}).",
             remedy="Compile in mode 'default' or 'max-autotune-no-cudagraphs', or keep all weights on the "
             "device with placement_policy='cuda'.",
         )
 
 
 def make_engine(context: ParallelContext, device: Device[Any], dtype: torch.dtype | None) -> ChunkEngine:
-    """The engine for this number of ranks.
+    """Make the engine for this number of ranks.
 
     Args:
-        context: The place of this process in the world.
-        device: Memory and copies.
-        dtype: The dtype of working weights; None means that of the masters.
+        context: The rank of this process and the world size.
+        device: The device that allocates and copies.
+        dtype: The dtype of working weights; None keeps the masters' dtype.
     """
     if context.world_size == 1:
         from nnx_colossalai.chunks.local import LocalEngine
@@ -489,15 +488,12 @@ def make_engine(context: ParallelContext, device: Device[Any], dtype: torch.dtyp
     return ShardedEngine(context, device, dtype)
 
 
-# Optimizer state follows parameters whose memory has changed.
-
-
 @torch.no_grad()
 def move_state_to_parameters(optimizer: Optimizer) -> None:
-    """Put every tensor of the optimizer's state where its parameter is now.
+    """Move every tensor of the optimizer's state to the device of its parameter.
 
     Args:
-        optimizer: Holds the present parameters; its state was made for the former ones.
+        optimizer: The optimizer with the present parameters and state from before the move.
     """
     held = held_state(optimizer)
     for group in optimizer.param_groups:
@@ -505,11 +501,12 @@ def move_state_to_parameters(optimizer: Optimizer) -> None:
             state = held.get(parameter, {})
             for name, value in state.items():
                 if isinstance(value, Tensor):
-                    state[name] = _beside(value, parameter, group)
+                    state[name] = _moved(value, parameter, group)
 
 
-def _beside(value: Tensor, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+def _moved(value: Tensor, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
     here, there = _device(value), _device(parameter)
+    # torch keeps step counts on the host, unless a fused or capturable kernel reads them on the device.
     counter_of_the_host = value.ndim == 0 and not (group.get("fused") or group.get("capturable"))
     if here == there or (counter_of_the_host and here.type == "cpu"):
         return value
@@ -528,32 +525,27 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# Activation checkpointing of chosen layers: their forwards are replaced on the instances, and put back.
-#
-# No name in the model changes, and hooks on the layers, those of chunks among them, stay outside of what is
-# recomputed.
-
-
 class Recomputing:
-    """Layers whose activations are computed again in backward instead of being kept.
+    """Activation checkpointing of chosen layers.
 
     Args:
         root: The model.
-        classes: A layer class or several, by their names too; None: none.
+        classes: A layer class or several, or their names; None for no layer.
 
     Raises:
-        OptionError: Something in `classes` is not a module class, or names none of the model's.
+        OptionError: An entry of `classes` is no module class, or the model has no such layer.
     """
 
     def __init__(self, root: nn.Module, classes: object) -> None:
         wanted = Layers(classes, option="activation_checkpointing")
         wanted.check(root)
         self.layers = [module for module in root.modules() if module in wanted]
+        # On the instance: no module name changes, and hooks, also those of chunks, are not called again.
         for layer in self.layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
     def undo(self) -> None:
-        """Give the layers their own forward back."""
+        """Restore the layers' own forwards."""
         for layer in self.layers:
             layer.__dict__.pop("forward", None)
         self.layers = []

@@ -1,6 +1,6 @@
-"""The optimizers of ``colossalai.nn.optimizer`` by their names and arguments, on torch's own Adam.
+"""Adam optimizers with the names and arguments of ``colossalai.nn.optimizer``, built on torch's Adam.
 
-They step where the masters lie: in host memory with torch's fused CPU kernel, on the device with its own.
+Masters in host memory are stepped with torch's fused CPU kernel, masters on the device with its kernel.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, T
 
 
 class HybridAdam(torch.optim.Adam):
-    """Adam wherever each parameter lies: AdamW's numbers with ``adamw_mode``, else Adam's, bit for bit.
+    """Adam for parameters on any device: bitwise torch's AdamW with ``adamw_mode``, else bitwise its Adam.
 
     Args:
         model_params: Parameters or param groups.
         lr: Learning rate.
-        bias_correction: Only True.
+        bias_correction: Only True is supported.
         betas: Decay rates of the moments.
-        eps: Added to the denominator.
-        weight_decay: Decoupled from the gradient with `adamw_mode`, else an L2 penalty.
-        adamw_mode: True if it is AdamW.
-        nvme_offload_fraction: Only 0.
-        nvme_offload_dir: Only None.
+        eps: Term added to the denominator.
+        weight_decay: Decay decoupled from the gradient with `adamw_mode`, else an L2 penalty.
+        adamw_mode: True for AdamW, False for Adam.
+        nvme_offload_fraction: Only 0 is supported.
+        nvme_offload_dir: Only None is supported.
 
     Raises:
-        OptionError: An argument asks for what is not offered.
+        OptionError: An argument has an unsupported value.
     """
 
     def __init__(  # noqa: PLR0917 # the historical order
@@ -84,22 +84,22 @@ class HybridAdam(torch.optim.Adam):
 
 
 class CPUAdam(HybridAdam):
-    """`HybridAdam` under the name for masters that are all in host memory; where they are, the plan says."""
+    """Alias of `HybridAdam`; the plan, not this class, decides which masters are in host memory."""
 
 
 class FusedAdam(torch.optim.Adam):
-    """Adam or AdamW with the order of arguments of the historical FusedAdam.
+    """Adam or AdamW with the argument order of ColossalAI's FusedAdam.
 
     Args:
         params: Parameters or param groups.
         lr: Learning rate.
-        bias_correction: Only True.
+        bias_correction: Only True is supported.
         betas: Decay rates of the moments.
-        eps: Added to the denominator.
-        adamw_mode: True if it is AdamW.
-        weight_decay: Decoupled from the gradient with `adamw_mode`, else an L2 penalty.
-        amsgrad: Use the largest second moment so far.
-        set_grad_none: True if ``zero_grad()`` lets gradients go; otherwise it fills them with zeros.
+        eps: Term added to the denominator.
+        adamw_mode: True for AdamW, False for Adam.
+        weight_decay: Decay decoupled from the gradient with `adamw_mode`, else an L2 penalty.
+        amsgrad: True to use the largest second moment so far.
+        set_grad_none: True if ``zero_grad()`` sets gradients to None; False if it fills them with zeros.
     """
 
     def __init__(  # noqa: PLR0917 # the historical order
@@ -127,11 +127,11 @@ class FusedAdam(torch.optim.Adam):
         self.set_grad_none = set_grad_none
 
     def __getstate__(self) -> dict[str, Any]:
-        """As torch's, for copies and pickles, with what it does not know of."""
+        """Return torch's state for copies and pickles, and `set_grad_none`."""
         return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """As torch's, with the default that was chosen at construction."""
+        """Clear gradients as torch does; `set_grad_none` is the default."""
         super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
 
 
@@ -139,14 +139,14 @@ def _check_bias_correction(name: str, bias_correction: bool) -> None:
     if not bias_correction:
         raise OptionError(
             f"{name}(bias_correction=False): torch's Adam always corrects the bias of its moments.",
-            remedy="Leave it out; a warm-up of the learning rate damps the first steps.",
+            remedy="Remove the argument; a learning rate warm-up damps the first steps.",
         )
 
 
-# Which of torch's optimizers step each parameter by itself, and which kernel steps those in host memory.
+# torch's optimizers that step each parameter by itself, and the kernel for parameters in host memory.
 #
-# torch takes a slow loop for host memory unless its fused kernel is asked for. It is, in every tier, so that
-# all of them give the same bits; the user's own choice of a kernel stands.
+# For host memory torch runs a slow loop unless `fused=True` selects its fused kernel. Every tier selects it,
+# so that all tiers give bitwise the same result. A kernel that the user chose stays.
 
 
 _EACH_BY_ITSELF: tuple[type[Optimizer], ...] = (
@@ -164,11 +164,11 @@ _EACH_BY_ITSELF: tuple[type[Optimizer], ...] = (
     Rprop,
     SGD,
 )
-_WHOLE_TENSORS = (Adafactor, Muon)
+_FULL_TENSORS = (Adafactor, Muon)
 
 
 def _function(step: Callable[..., Any]) -> Any:
-    """What a step runs, below the wrappers of torch, of schedulers and of the core."""
+    """Return the function under the wrappers of torch, of schedulers and of the core."""
     inner = inspect.unwrap(step)
     return getattr(inner, "__func__", inner)
 
@@ -177,7 +177,7 @@ _STEPS = frozenset(_function(kind.step) for kind in _EACH_BY_ITSELF)
 
 
 def steps_each_parameter(step: Callable[..., Any]) -> bool:
-    """Return True if a step is torch's own and treats every parameter alone, after one closure.
+    """Return True if a step is torch's own, runs one closure and steps every parameter by itself.
 
     Example:
         >>> steps_each_parameter(AdamW([torch.zeros(1)]).step)
@@ -188,9 +188,9 @@ def steps_each_parameter(step: Callable[..., Any]) -> bool:
     return _function(step) in _STEPS
 
 
-def needs_whole_tensors(optimizer: Optimizer) -> bool:
-    """Whether it computes with rows, columns or products of a parameter, so that shards must communicate."""
-    return isinstance(optimizer, _WHOLE_TENSORS)
+def needs_full_tensors(optimizer: Optimizer) -> bool:
+    """Return True if its update reads full rows, columns or products, so that shards must communicate."""
+    return isinstance(optimizer, _FULL_TENSORS)
 
 
 def in_host_memory(parameter: Tensor) -> bool:
@@ -199,14 +199,11 @@ def in_host_memory(parameter: Tensor) -> bool:
 
 
 def groups_for_step(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The optimizer's param groups, with the fused kernel asked for where it is used.
-
-    The user's groups stay as they are: what differs is a copy, for the time of the step.
-    """
-    return [part for group in optimizer.param_groups for part in _divided(optimizer, group)]
+    """Return param groups for one step that select the fused kernel; the user's groups are unchanged."""
+    return [split for group in optimizer.param_groups for split in _split(optimizer, group)]
 
 
-def _divided(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _split(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if group.get("fused"):
         for same in _alike(optimizer, group["params"]):
             yield {**group, "params": same}
@@ -222,7 +219,7 @@ def _divided(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[dict[str, 
 
 
 def _may_be_fused(group: dict[str, Any]) -> bool:
-    """Return True if the class has a fused kernel, and the user chose none."""
+    """Return True if the class has a fused kernel and the user chose no kernel."""
     undecided = all(group.get(key) is None for key in ("fused", "foreach"))
     return "fused" in group and undecided and not (group.get("capturable") or group.get("differentiable"))
 
@@ -230,13 +227,14 @@ def _may_be_fused(group: dict[str, Any]) -> bool:
 def _can_be_fused(parameter: Tensor) -> bool:
     if parameter.grad is not None and parameter.grad.is_sparse:
         return False
-    # In 16 bits its rounding is not that of the user's own step.
+    # In 16 bits the fused kernel rounds otherwise than the user's own step.
     wide = parameter.dtype in (torch.float32, torch.float64)
     return wide and in_host_memory(parameter) and not isinstance(parameter, DTensor)
 
 
 def _alike(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The fused SGD of torch takes parameters that all have a momentum buffer, or none of them."""
+    """Yield lists of parameters that one fused kernel can step together."""
+    # torch's fused SGD needs parameters that all have a momentum buffer, or all have none.
     if not isinstance(optimizer, SGD):
         if parameters:
             yield parameters
@@ -251,14 +249,14 @@ def _alike(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[list[Tens
             yield same
 
 
-# DeepSpeed's CPU Adam as the kernel under the user's own Adam or AdamW, where it is asked for.
+# DeepSpeed's CPU Adam as an optional kernel for the user's own Adam or AdamW.
 #
-# Its numbers differ from torch's in the last bits, and it compiles for minutes when it is first used, so
-# nothing here is the default. The optimizer's state keeps torch's form: checkpoints do not depend on it.
+# It is not the default: its results differ from torch's in the last bits, and its first use compiles for
+# minutes. The optimizer's state keeps torch's form, so checkpoints do not depend on the kernel.
 
 
 class DeepSpeedAdam:
-    """Steps what DeepSpeed's kernel can step of a shadow optimizer.
+    """Steps the parameters of a shadow optimizer that DeepSpeed's kernel supports.
 
     Raises:
         OptionError: DeepSpeed is not installed.
@@ -276,11 +274,11 @@ class DeepSpeedAdam:
         self._engines: dict[bool, Any] = {}
 
     def serves(self, optimizer: Optimizer) -> bool:
-        """Return True if it is an Adam whose gradients are complete, not still scaled by a loss scaler."""
+        """Return True if it is an Adam whose gradients no loss scaler still has to unscale."""
         return isinstance(optimizer, Adam) and getattr(optimizer, "found_inf", None) is None
 
     def step(self, shadow: Optimizer) -> None:
-        """Step what it can, and leave the shadow the parameters that remain."""
+        """Step the supported parameters and leave the others in the shadow's groups."""
         remaining = []
         for group in shadow.param_groups:
             mine = [] if group["amsgrad"] or group["maximize"] else list(filter(_fits, group["params"]))
@@ -303,6 +301,7 @@ class DeepSpeedAdam:
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
+            # DeepSpeed counts steps with an int, torch with a tensor: the engine gets a copy of the dict.
             engine.state[parameter] = {**state, "step": int(state["step"])}
         engine.step()
         for parameter in parameters:
@@ -317,7 +316,7 @@ class DeepSpeedAdam:
 
 
 def _fits(parameter: Tensor) -> bool:
-    """The kernel walks over float32 memory, so parameter and gradient must lie alike and without gaps."""
+    """Return True if the kernel can step it: contiguous float32 memory, a gradient with the same strides."""
     grad = parameter.grad
     alike = grad is not None and grad.layout == torch.strided and grad.stride() == parameter.stride()
     return (

@@ -1,7 +1,7 @@
-"""Options of the colossalai strategies. Standard library only, so that `nnx show` need not import torch.
+"""Options of the colossalai strategies, with the standard library only, so that `nnx show` imports no torch.
 
-The first block are the arguments of the historical ColossalAIStrategy. What did nothing there does what its
-documentation said, or is refused with the reason.
+The first block has the arguments of lightning-colossalai's ColossalAIStrategy. Arguments without an effect
+there do now as its documentation says, or raise an error with the reason.
 """
 
 from __future__ import annotations
@@ -34,43 +34,43 @@ _NUMBER = (int, float)
 
 @dataclass(frozen=True, kw_only=True)
 class ColossalAIOptions:
-    """What changes how a model is divided into chunks, where they lie and how they are stepped."""
+    """The options that set the chunks of a model, their tiers, and their optimizer steps."""
 
     use_chunk: bool = option(
         True, help="Only True: all parameters are held in chunks, one for each layer.", types=(bool,)
     )
     chunk_size: int | None = option(
         None,
-        help="Elements that a chunk has at most: layers with more are divided among their submodules where "
-        "they have some. By default a chunk is a layer.",
+        help="Largest chunk, in elements; larger layers are split into their submodules, if they have any. "
+        "By default a chunk is a layer.",
         types=(int,),
     )
     enable_distributed_storage: bool = option(
         True,
-        help="False keeps the complete weights of every layer on each rank from its forward to its backward: "
+        help="False keeps the gathered weights of every layer on each rank from its forward to its backward: "
         "faster, more memory.",
         types=(bool,),
     )
     placement_policy: str = option(
         "auto",
-        help="'auto' places each chunk so that the budgets are kept and a step is fastest; 'cuda' keeps all "
-        "on the device, 'cpu' all in host memory; or one tier for all: 'gathered', 'sharded', 'offloaded', "
+        help="'auto' chooses the tiers with the fastest step within the budgets; 'cuda' keeps all on the "
+        "device, 'cpu' all in host memory; or one tier for all chunks: 'gathered', 'sharded', 'offloaded', "
         "'streamed'.",
         types=(str,),
     )
     force_outputs_fp32: bool = option(
-        False, help="Cast floating outputs of every step to float32.", types=(bool,)
+        False, help="Cast floating-point outputs of every step to float32.", types=(bool,)
     )
     gpu_margin_mem_ratio: float | None = option(
         None,
-        help="With 'auto': share of the device memory left beside weights and activations that masters and "
-        "optimizer state get, 0 to 1. By default as much as makes the step fastest.",
+        help="With 'auto': share of the device memory beside weights and activations for masters and "
+        "optimizer state, 0 to 1. By default as much as makes the step fastest.",
         types=_NUMBER,
     )
     chunk_search_range: int | None = option(
         None,
         help="Elements by which a chunk may exceed the larger of min_chunk_size and the largest parameter; "
-        "larger layers are divided. By default without limit.",
+        "larger layers are split. By default without limit.",
         types=(int,),
     )
     chunk_search_n_grids: int | None = option(
@@ -78,37 +78,39 @@ class ColossalAIOptions:
     )
     min_chunk_size: int | None = option(
         None,
-        help="Bytes of weights, in the precision that is computed in, below which a layer shares the chunk "
-        "of what is around it. By default 100,000 elements.",
+        help="Smallest chunk, in bytes of working weights; smaller layers share the chunk of the module "
+        "around them. By default 100,000 elements.",
         types=(int,),
     )
-    initial_scale: float = option(2.0**16, help="Of the loss, at first, in '16-mixed'.", types=_NUMBER)
-    min_scale: float = option(1.0, help="The loss is never scaled by less.", types=_NUMBER)
-    max_scale: float = option(2.0**32, help="The loss is never scaled by more.", types=_NUMBER)
-    growth_factor: float = option(2.0, help="What the scale grows by.", types=_NUMBER)
-    backoff_factor: float = option(0.5, help="What the scale is multiplied by after overflow.", types=_NUMBER)
+    initial_scale: float = option(2.0**16, help="Initial loss scale in '16-mixed'.", types=_NUMBER)
+    min_scale: float = option(1.0, help="Smallest loss scale.", types=_NUMBER)
+    max_scale: float = option(2.0**32, help="Largest loss scale.", types=_NUMBER)
+    growth_factor: float = option(2.0, help="Factor by which the loss scale grows.", types=_NUMBER)
+    backoff_factor: float = option(
+        0.5, help="Factor that the loss scale is multiplied by after overflow.", types=_NUMBER
+    )
     growth_interval: int = option(
-        1000, help="Steps without overflow after which the scale grows.", types=(int,)
+        1000, help="Steps without overflow after which the loss scale grows.", types=(int,)
     )
     hysteresis: int = option(
-        2, help="Overflows, within a growth interval, from which on the scale backs off.", types=(int,)
+        2, help="Overflows since the last growth after which the loss scale backs off.", types=(int,)
     )
 
     device_memory: int | float | str | None = option(
         None,
-        help="Budget of a rank on its device: bytes, or text such as '24GiB'. By default all that the "
-        "host has, and nine tenths of what a card has free, less 1 GiB above one rank.",
+        help="Device budget of a rank: bytes, or text such as '24GiB'. By default all memory of the host, or "
+        "nine tenths of a GPU's free memory, less 1 GiB above one rank.",
         types=(int, float, str),
     )
     host_memory: int | float | str | None = option(
         None,
-        help="Budget of a rank in host memory. By default its share of what the machine has.",
+        help="Host memory budget of a rank. By default its share of the machine's free memory.",
         types=(int, float, str),
     )
     offload_fraction: float | None = option(
         None,
-        help="Share of the trained elements whose masters and optimizer state are in host memory, 0 to 1; "
-        "met within one chunk. By default what the budgets ask for.",
+        help="Share of the trained elements whose masters and optimizer state are in host memory, 0 to 1, "
+        "exact to one chunk. By default the planner chooses it.",
         types=_NUMBER,
     )
     stream_fraction: float | None = option(
@@ -119,13 +121,13 @@ class ColossalAIOptions:
     )
     tiers: Mapping[str, str] | None = option(
         None,
-        help="Chunks whose tier is given: name, or pattern such as 'blocks.*', to a tier.",
+        help="Fixed tiers by chunk name, or by pattern such as 'blocks.*'.",
         types=(Mapping,),
     )
     overlap: Literal["exact", "none"] = option(
         "exact",
         help="'exact' steps the optimizer in the background: a layer's next forward waits for its own chunk "
-        "only, and the numbers are the same; 'none' steps before going on.",
+        "only, with bitwise the same result; 'none' steps before the next forward.",
         choices=("exact", "none"),
     )
     plan: str | None = option(
@@ -133,42 +135,42 @@ class ColossalAIOptions:
     )
     plan_file: str | None = option(None, help="Write the plan to this JSON file.", types=(str,))
     timeline_file: str | None = option(
-        None, help="Draw the memory over one step, as planned, to this PNG file.", types=(str,)
+        None, help="Draw the planned memory over one step to this PNG file.", types=(str,)
     )
     auto_wrap_policy: LayerClasses | Callable[[nn.Module], bool] | None = option(
         None,
-        help="What becomes a chunk: a layer class or several, or their names, or a function from module to "
-        "bool. By default repeated layers and large leaves such as embeddings.",
+        help="Modules that become chunks: a layer class or several, or their names, or a function from "
+        "module to bool. By default repeated layers and large leaves such as embeddings.",
         layers=True,
     )
     by_choice: LayerClasses | None = option(
         None,
-        help="Modules that a forward chooses between, such as experts: their names as `named_modules` has "
-        "them, or layer classes or their names. They are never chunks, nor is anything in them.",
+        help="Conditionally executed modules, such as experts: their names as in `named_modules`, or layer "
+        "classes or their names. They and their submodules are never chunks.",
     )
     min_num_params: int | None = option(
-        None, help="As min_chunk_size, in elements; give one of them.", types=(int,)
+        None, help="Smallest chunk, in elements; pass this or min_chunk_size.", types=(int,)
     )
     activation_checkpointing: LayerClasses | None = option(
         None,
         help="A layer class or several, or their names, whose activations are recomputed in backward "
-        "instead of stored: less memory for about a third more computation.",
+        "instead of saved: less memory for about a third more computation.",
         layers=True,
     )
     cpu_adam: Literal["torch", "deepspeed"] = option(
         "torch",
-        help="What steps Adam in host memory: torch's fused kernel, or 'deepspeed', whose numbers differ in "
-        "the last bits and which must be installed.",
+        help="Kernel that steps Adam in host memory: torch's fused kernel, or 'deepspeed', which must be "
+        "installed and gives other last bits.",
         choices=("torch", "deepspeed"),
     )
     device: Device[Any] | Callable[..., Device[Any]] | None = option(
-        None, help="A device in place of the rank's own, or what makes one of the context; for simulations."
+        None, help="Device to use instead of the rank's own, or a function of the context that makes one."
     )
 
     def __post_init__(self) -> None:
         check_options(self)
         self._check_policy()
-        self._check_what_has_no_meaning()
+        self._check_unsupported()
         self._check_sizes()
         self._check_shares()
         self._check_scales()
@@ -209,16 +211,16 @@ class ColossalAIOptions:
         if not self.enable_distributed_storage and self.placement_policy in ("cpu", *_TIERS[1:]):
             raise OptionError(
                 f"enable_distributed_storage=False contradicts placement_policy={self.placement_policy!r}: "
-                "complete weights stay on the device.",
+                "gathered weights stay on the device.",
                 remedy="Give one of them only.",
             )
 
-    def _check_what_has_no_meaning(self) -> None:
+    def _check_unsupported(self) -> None:
         if not self.use_chunk:
             raise OptionError(
-                "use_chunk=False: the historical strategy refused it as well. Chunks here are exactly as "
-                "large as their layers, so there is nothing to save by doing without.",
-                remedy="Leave it out; auto_wrap_policy chooses what becomes a chunk.",
+                "use_chunk=False is not supported, as in lightning-colossalai. Chunks are exactly as large "
+                "as their layers, so training without them would save no memory.",
+                remedy="Leave it out; auto_wrap_policy chooses the modules that become chunks.",
             )
         if self.chunk_search_n_grids not in (None, _GRIDS):
             raise OptionError(
@@ -241,7 +243,7 @@ class ColossalAIOptions:
         ):
             if getattr(self, first) is not None and getattr(self, second) is not None:
                 raise OptionError(
-                    f"{first}={getattr(self, first)} and {second}={getattr(self, second)} limit the same.",
+                    f"{first}={getattr(self, first)} and {second}={getattr(self, second)} conflict.",
                     remedy="Give one of them only.",
                 )
 
@@ -269,26 +271,26 @@ class ColossalAIOptions:
             )
 
     def _check_nothing_is_planned(self) -> None:
-        wishes = ("offload_fraction", "stream_fraction", "gpu_margin_mem_ratio", "tiers")
-        given = [name for name in wishes if getattr(self, name) is not None]
+        constraints = ("offload_fraction", "stream_fraction", "gpu_margin_mem_ratio", "tiers")
+        given = [name for name in constraints if getattr(self, name) is not None]
         if self.placement_policy != "auto":
             given.append("placement_policy")
         if given:
             raise OptionError(
-                f"plan={self.plan!r} says where everything lies, so {', '.join(given)} would have no effect.",
+                f"plan={self.plan!r} sets all tiers, so {', '.join(given)} would have no effect.",
                 remedy="Give one of them only, or edit the plan.",
             )
 
 
 def bytes_of(value: int | float | str | None, *, name: str) -> int | None:
-    """A number of bytes, from a number or from text with a unit; None stays None.
+    """Return a number of bytes from a number or a text with a unit; None stays None.
 
     Args:
-        value: Such as ``24 * 2**30``, ``"24GiB"``, ``"24 GB"`` (decimal) or ``"1e9"``.
+        value: A size such as ``24 * 2**30``, ``"24GiB"``, ``"24 GB"`` (decimal) or ``"1e9"``.
         name: The name of the option, used in the message.
 
     Raises:
-        OptionError: It is neither, or not positive.
+        OptionError: The value is no size, or not positive.
 
     Example:
         >>> bytes_of("1.5 KiB", name="device_memory")

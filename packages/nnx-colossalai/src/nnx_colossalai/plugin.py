@@ -1,4 +1,4 @@
-"""The front door of the plugin: what it offers, as data."""
+"""Register the strategies and the checkpoint format of the plugin."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _spec(name: str, description: str, use_when: str, **init_params: object) -> 
 
 @hookimpl
 def nnx_strategies() -> list[StrategySpec]:
-    """The strategies with chunked memory."""
+    """Return the strategies with chunked memory."""
     return [
         _spec(
             "colossalai",
@@ -66,7 +66,7 @@ def nnx_strategies() -> list[StrategySpec]:
 
 @hookimpl
 def nnx_checkpoint_formats() -> list[CheckpointFormatSpec]:
-    """What ColossalAI's `Booster` saves."""
+    """Return the checkpoint format of ColossalAI's `Booster`."""
     return [
         CheckpointFormatSpec(
             "colossalai",

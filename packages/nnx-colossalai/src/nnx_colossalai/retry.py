@@ -1,7 +1,7 @@
-"""Repeat a step that ran out of device memory, after the plan has moved down.
+"""Repeat a step that ran out of device memory, with a plan that needs less.
 
-This module decides whether a step can be repeated so that no number changes, and says where it cannot. The
-plan decides where chunks go instead, and `model` moves them.
+This module repeats a step only where the result stays bitwise the same, and otherwise raises the reason. The
+plan chooses the new tiers, and `model` moves the chunks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OUT_OF_MEMORY = (DeviceMemoryError, torch.OutOfMemoryError)
 
 
 _TIME_FOR_ALL = 5.0
-"""Seconds in which the other ranks must have run out of memory as well, to move the plan down together."""
+"""Seconds to wait for the other ranks to run out of memory too: all ranks lower the plan, or none."""
 
 
 _ASKED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
@@ -44,13 +44,13 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 @dataclass(slots=True, eq=False)
 class _Forward:
-    """The last forward, to be repeated if its backward fails.
+    """The last forward, kept for a retry of its backward.
 
     Attributes:
-        run: The function that ran.
-        random_state: Before it.
-        outputs: Tensors that it returned and that need gradients.
-        gradients: The gradients of these outputs, by place, once backward has come to them.
+        run: The function that ran it.
+        random_state: The random state before it.
+        outputs: The returned tensors that need gradients.
+        gradients: The gradients of these outputs by index, once backward has computed them.
     """
 
     run: Callable[[], Any]
@@ -59,32 +59,33 @@ class _Forward:
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def watch(self, result: Any) -> None:
-        """Take notice of the gradients of what the forward returned."""
+        """Record the gradients of the tensors that the forward returned."""
         self.outputs = [
             leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad
         ]
         self.gradients = {}
-        for place, output in enumerate(self.outputs):
-            output.register_hook(lambda gradient, at=place: self.gradients.__setitem__(at, gradient))  # type: ignore[no-untyped-call]
+        for index, output in enumerate(self.outputs):
+            output.register_hook(lambda gradient, at=index: self.gradients.__setitem__(at, gradient))  # type: ignore[no-untyped-call]
 
     def free(self, loss: Tensor) -> None:
         """Free the graph from the outputs to the loss; the values stay.
 
-        What somebody else still holds of it stays too: Lightning's frames hold the loss before it is scaled.
+        Tensors that others hold keep their graph: Lightning's frames hold the loss before it is scaled.
         """
         for tensor in (loss, *self.outputs):
             if tensor.grad_fn is not None:
-                with suppress(RuntimeError):  # of a view, which cannot be detached in place
+                # A view cannot be detached in index.
+                with suppress(RuntimeError):
                     tensor.detach_()
         self.outputs = []
 
 
 class Retrying:
-    """Repeats forwards and backwards that the device had no room for.
+    """Repeats forwards and backwards that ran out of device memory.
 
     Args:
         device: The device that runs out of memory.
-        world_size: Number of ranks, which only move together.
+        world_size: The number of ranks, which lower the plan together.
     """
 
     def __init__(self, device: Device[Any], world_size: int) -> None:
@@ -92,7 +93,7 @@ class Retrying:
         self._last: dict[ChunkedModel, _Forward] = {}
 
     def forward(self, model: ChunkedModel, run: Callable[[], T]) -> T:
-        """Run a step's forward; or all of it, where the user's step calls backward itself."""
+        """Run the forward of a step, or the complete step if it calls backward itself."""
         forward, freed = _Forward(run, random_state.capture()), 0
         while True:
             try:
@@ -100,7 +101,9 @@ class Retrying:
                 break
             except OUT_OF_MEMORY as error:
                 failure = self._as_ours(error)
-            freed = self._lower(model, failure, after=freed, why_not=self._why_forward_stays(model))
+            # Outside of the handler, where the error's frames are gone with the tensors that they hold.
+            freed = self._lower(model, failure, after=freed, why_not=self._why_no_forward_retry(model))
+            # The retry draws the same dropout masks.
             random_state.restore(forward.random_state)
         if torch.is_grad_enabled():
             forward.watch(result)
@@ -108,13 +111,14 @@ class Retrying:
         return result
 
     def backward(self, models: Sequence[ChunkedModel], loss: Tensor, run: Callable[[], None]) -> None:
-        """Run a backward; where it fails, the forward and the backward again.
+        """Run a backward; if it runs out of memory, repeat the forward and the backward.
 
         Args:
-            models: Whose gradients it computes.
+            models: The models whose gradients it computes.
             loss: The tensor that backward begins at.
-            run: The backward.
+            run: The function that runs the backward.
         """
+        # Asked before the backward: afterwards its gradients are mixed with earlier ones.
         accumulated = any(_has_gradients(model) for model in models)
         last = self._last.pop(models[0], None) if len(models) == 1 else None
         gradients: dict[int, Tensor] = {}
@@ -126,9 +130,11 @@ class Retrying:
             except OUT_OF_MEMORY as error:
                 failure = self._as_ours(error)
             if last is not None:
+                # `watch` clears them in each retry, so those of the first failure are kept.
                 gradients = gradients or last.gradients
-                last.free(loss)  # or there would be two graphs
-            why_not = self._why_backward_stays(gradients, accumulated=accumulated)
+                # Without this, the retry's forward would build a second graph beside the first.
+                last.free(loss)
+            why_not = self._why_no_backward_retry(gradients, accumulated=accumulated)
             freed = self._lower(models[0], failure, after=freed, why_not=why_not)
             assert last is not None
             run = partial(self._repeat, models[0], last, gradients)
@@ -137,37 +143,40 @@ class Retrying:
         _clear_gradients(model)
         random_state.restore(last.random_state)
         last.watch(last.run())
-        outputs = [last.outputs[place] for place in sorted(gradients)]
-        torch.autograd.backward(outputs, [gradients[place] for place in sorted(gradients)])
+        # The loss is not computed again: the outputs are the same, and their gradients are known.
+        outputs = [last.outputs[index] for index in sorted(gradients)]
+        torch.autograd.backward(outputs, [gradients[index] for index in sorted(gradients)])
 
     def _lower(self, model: ChunkedModel, failure: DeviceMemoryError, *, after: int, why_not: str) -> int:
-        """Move the plan down, all ranks together, or raise.
+        """Lower the plan's device memory on all ranks together, or raise.
 
         Args:
-            model: Whose plan.
-            failure: The error that it failed with.
-            after: Bytes that moving down has freed a moment ago, which was too little.
-            why_not: Why this rank cannot repeat the step; empty if it can.
+            model: The model of the plan.
+            failure: The out-of-memory error.
+            after: The bytes that the last lowering freed, which was too little.
+            why_not: The reason why this rank cannot repeat the step; empty if it can.
 
         Returns:
-            Bytes that moving down has freed.
+            The bytes freed.
         """
-        # A collective that some ranks have begun and others not would be paired with one of the next try.
+        # A collective that only some ranks have begun would be matched with another one of the retry.
         if self._world_size > 1 and not all_arrive(
             f"out of device memory after {collectives_issued()} collectives", timeout=_TIME_FOR_ALL
         ):
             why_not = "the other ranks had room, or ran out of memory elsewhere in the step"
         if why_not:
-            raise _with(failure, f"The plan cannot move down now: {why_not}.") from failure
+            raise _with(failure, f"The plan cannot use lower tiers now: {why_not}.") from failure
         try:
-            freed = model.move_down(failure, rather=2 * after)
+            freed = model.lower_tiers(failure, rather=2 * after)
         except PlanError as error:
             raise _with(failure, error.message, error.remedy) from failure
-        log.warning("Out of memory: %s The plan moved down:\n%s", failure.message, model.placing.table())
+        table = model.placing.table()
+        log.warning("Out of memory: %s Moved chunks to lower tiers:\n%s", failure.message, table)
         return freed
 
     def _as_ours(self, error: BaseException) -> DeviceMemoryError:
-        """The error in our terms; without its frames, which hold on to what filled the device."""
+        """Return the error as a `DeviceMemoryError` without a traceback."""
+        # The frames of the traceback hold the tensors that filled the device.
         if isinstance(error, DeviceMemoryError):
             return error.with_traceback(None)
         message = str(error).rstrip() or "The device is out of memory."
@@ -175,12 +184,12 @@ class Retrying:
         asked = int(float(found[1]) * _UNITS[found[2]]) if found else 0
         return DeviceMemoryError(message, asked=asked, used=self._device.used, allowed=self._device.capacity)
 
-    def _why_forward_stays(self, model: ChunkedModel) -> str:
+    def _why_no_forward_retry(self, model: ChunkedModel) -> str:
         if torch.is_grad_enabled() and not getattr(model.module, "automatic_optimization", True):
             return "a step of manual optimization may have changed weights already"
         return ""
 
-    def _why_backward_stays(self, gradients: dict[int, Tensor], *, accumulated: bool) -> str:
+    def _why_no_backward_retry(self, gradients: dict[int, Tensor], *, accumulated: bool) -> str:
         if self._world_size > 1:
             return "gradients of the backward that failed are partly reduced over the ranks"
         if not gradients:

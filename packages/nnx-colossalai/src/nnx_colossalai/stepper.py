@@ -1,7 +1,7 @@
-"""The user's own optimizer over masters that lie in chunks: at once, or chunk by chunk in the background.
+"""Step the user's optimizer over the master weights of chunks, at once or chunk by chunk in the background.
 
-`Stepper` is what the backend's ``optimizer_step`` calls. The user's ``step`` always runs, once, with its
-closure, its hooks and whatever schedulers wrapped around it; what differs is which parameters it finds.
+The backend's ``optimizer_step`` calls `Stepper`. The user's ``step`` always runs exactly once, with its
+closure, its hooks and the wrappers of schedulers. `Stepper` only changes the parameters that it finds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nnx_colossalai.optimizers import (
     DeepSpeedAdam,
     groups_for_step,
     in_host_memory,
-    needs_whole_tensors,
+    needs_full_tensors,
     steps_each_parameter,
 )
 from nnx_core._torch_compat import shadow_of
@@ -49,13 +49,13 @@ class Stepper:
     """Steps optimizers over the masters of chunks, and refreshes the chunks' working weights.
 
     Args:
-        chunks: Of the model. The attribute may be set again when chunks have moved.
-        overlap: "exact" steps chunks of the tiers that step on the host in a background thread, in the order
-            of the next forward; each waits for its own only. The numbers are those of "none".
-        cpu_adam: The function that steps Adam and AdamW in host memory.
-        device: This rank's.
-        show_masters: Called before masters are looked at, when a closure has run: working weights may be
-            there in their places.
+        chunks: The chunks of the model. The attribute may be set again when chunks have moved.
+        overlap: "exact" steps offloaded chunks in a background thread, in the order of the next forward.
+            A forward waits for its own chunk only. The result is bitwise that of "none".
+        cpu_adam: The kernel that steps Adam and AdamW in host memory.
+        device: The device of this rank.
+        show_masters: A function that shows the masters after a closure, whose forward may have left working
+            weights on the parameters.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Stepper:
         self._deepspeed = DeepSpeedAdam() if cpu_adam == "deepspeed" else None
         self._background = Background(device)
         self._guarded: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = WeakKeyDictionary()
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def setup_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Make whoever reads or loads their state wait; call it before the first step."""
+        """Let state dict hooks wait for background steps; call it before the first step."""
         if not self._overlaps:
             return
         for optimizer in optimizers:
@@ -92,13 +92,13 @@ class Stepper:
         """Run one step of an optimizer.
 
         Args:
-            optimizer: Whose.
-            step: The user's own, bound; runs exactly once.
-            args: The arguments for it, such as a closure, which runs forward and backward.
-            kwargs: The keyword arguments for it.
+            optimizer: The user's optimizer.
+            step: Its bound ``step``, which runs exactly once.
+            args: The arguments of ``step``, such as a closure that runs forward and backward.
+            kwargs: The keyword arguments of ``step``.
 
         Returns:
-            What `step` returns.
+            The result of ``step``.
 
         Raises:
             OptimizerStepError: An earlier step failed in the background.
@@ -108,6 +108,8 @@ class Stepper:
         given = take_closure(args, kwargs)
         touched: list[Chunk] = []
 
+        # torch's steps call the closure first and read param_groups after it: only in between are the
+        # gradients complete and the groups still exchangeable, after the user's own pre-step hooks.
         def closure_then_take_over() -> Any:
             loss = None if given.closure is None else given.closure()
             self._show_masters()
@@ -122,8 +124,8 @@ class Stepper:
         return result
 
     def _step_unknown(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """A step that may look at anything, and call its closure as often as it likes: all masters wait."""
-        self._say(optimizer, "its step is not one of torch.optim's that treat each parameter by itself")
+        """Run a step that may read any parameter and call its closure several times, on this thread."""
+        self._log_once(optimizer, "its step is not a per-parameter step of torch.optim")
         self.finish()
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         chunks = [chunk for chunk in self.chunks if not own.isdisjoint(chunk.masters.values())]
@@ -138,7 +140,7 @@ class Stepper:
         return result
 
     def _at_new_weights(self, closure: Callable[[], Any], chunks: Sequence[Chunk]) -> Callable[[], Any]:
-        """A closure whose second and later calls compute with the masters as the step has changed them."""
+        """Return a closure that refreshes the working weights before its second and later calls."""
         first = True
 
         def evaluate() -> Any:
@@ -154,88 +156,90 @@ class Stepper:
         return evaluate
 
     def _take_over(self, optimizer: Optimizer, touched: list[Chunk]) -> None:
-        """Now that gradients are there: leave the optimizer what it steps itself, and see to the rest.
+        """Split the step after the closure: the optimizer keeps some parameters, shares step the others.
 
         Args:
-            optimizer: Its `param_groups` are replaced until its step ends.
-            touched: Gets the chunks to refresh after it.
+            optimizer: The optimizer; its ``param_groups`` are replaced until its step ends.
+            touched: A list that receives the chunks to refresh after the step.
         """
-        parts = _parts_with_gradients(optimizer, self.chunks)
-        goes_on = self._can_go_on_in_background(optimizer)
-        if not goes_on:
+        by_chunk = _groups_with_gradients(optimizer, self.chunks)
+        overlaps = self._can_overlap(optimizer)
+        if not overlaps:
+            # This thread is about to read state that a pending step may still write.
             self._background.finish()
-        now: dict[Chunk, Part] = {}
-        later: dict[Chunk, Part] = {}
-        for chunk, part in parts.items():
-            if goes_on and chunk.tier.steps_on_host and _lies_in_host_memory(part):
-                later[chunk] = part
+        now: dict[Chunk, ChunkGroups] = {}
+        later: dict[Chunk, ChunkGroups] = {}
+        for chunk, groups in by_chunk.items():
+            if overlaps and chunk.tier.steps_on_host and _is_in_host_memory(groups):
+                later[chunk] = groups
                 continue
             touched.append(chunk)
-            if self._goes_by_shares(optimizer, part):
-                now[chunk] = part
+            if self._steps_as_share(optimizer, groups):
+                now[chunk] = groups
         shares = self._take_shares(optimizer, {**now, **later})
         optimizer.param_groups = _without(optimizer, (*now.values(), *later.values()))
         optimizer.param_groups = groups_for_step(optimizer)
         for share in shares[: len(now)]:
             self._step_share(optimizer, share)
         if later:
-            # Last, so that on all ranks the optimizer's state begins with the same parameters.
+            # Submit last, so that the optimizer's state begins with the same parameters on all ranks.
             self._background.submit(optimizer, shares[len(now) :], self._step_and_refresh)
 
-    def _goes_by_shares(self, optimizer: Optimizer, part: Part) -> bool:
-        """Return True if something else than the optimizer's own step must step a chunk at once."""
+    def _steps_as_share(self, optimizer: Optimizer, groups: ChunkGroups) -> bool:
+        """Return True if a share, not the optimizer's own step, must step these parameters at once."""
         if self._deepspeed is not None and self._deepspeed.serves(optimizer):
-            return _lies_in_host_memory(part)
-        # Most fused kernels do not know sharded parameters, but all can step one rank's part.
-        if not _is_sharded(parameter for _, parameters in part for parameter in parameters):
+            return _is_in_host_memory(groups)
+        # Most fused kernels reject DTensors, but all of them can step the local shard.
+        if not _is_sharded(parameter for _, parameters in groups for parameter in parameters):
             return False
-        whole = needs_whole_tensors(optimizer) or _reason_to_step_whole(optimizer) is not None
-        return not whole and _lies_in_host_memory(part)
+        needs_own_step = needs_full_tensors(optimizer) or _reason_for_own_step(optimizer) is not None
+        return not needs_own_step and _is_in_host_memory(groups)
 
-    def _take_shares(self, optimizer: Optimizer, parts: Mapping[Chunk, Part]) -> list[Share]:
-        """Taken when no earlier step of the same parameters is still to come: its state would be missing."""
+    def _take_shares(self, optimizer: Optimizer, by_chunk: Mapping[Chunk, ChunkGroups]) -> list[Share]:
+        # A pending first step of a parameter has not written its state yet: a share taken now would lack it.
         self._background.wait_for(
-            parameter for part in parts.values() for _, parameters in part for parameter in parameters
+            parameter for groups in by_chunk.values() for _, parameters in groups for parameter in parameters
         )
-        return [take_share(chunk, optimizer, part) for chunk, part in parts.items()]
+        return [take_share(chunk, optimizer, groups) for chunk, groups in by_chunk.items()]
 
     def _step_and_refresh(self, optimizer: Optimizer, share: Share) -> None:
         self._step_share(optimizer, share)
         share.chunk.refresh()
 
     def _step_share(self, optimizer: Optimizer, share: Share) -> None:
-        """Step one chunk as the optimizer would."""
+        """Step one chunk with the optimizer's own class and settings."""
+        # A shadow over the share's aliases: the main thread may change the real optimizer's groups meanwhile.
         shadow = shadow_of(optimizer, share.groups, share.state)
         if self._deepspeed is not None and self._deepspeed.serves(shadow):
             self._deepspeed.step(shadow)
         shadow.param_groups = groups_for_step(shadow)
         shadow.step()
-        give_back_state(share, optimizer)
+        write_back_state(share, optimizer)
 
-    def _can_go_on_in_background(self, optimizer: Optimizer) -> bool:
+    def _can_overlap(self, optimizer: Optimizer) -> bool:
         if not self._overlaps:
             return False
         reason = _reason_against(optimizer)
         if reason is not None:
-            self._say(optimizer, reason)
+            self._log_once(optimizer, reason)
         return reason is None
 
-    def _say(self, optimizer: Optimizer, reason: str) -> None:
+    def _log_once(self, optimizer: Optimizer, reason: str) -> None:
         message = f"{type(optimizer).__name__} does not step in the background: {reason}."
-        if self._overlaps and message not in self._said:
-            self._said.add(message)
+        if self._overlaps and message not in self._logged:
+            self._logged.add(message)
             log.info(message)
 
     def finish(self) -> None:
-        """Wait until every step that was begun is complete.
+        """Wait until every submitted step is complete.
 
         Raises:
-            OptimizerStepError: One failed, and nobody has been told yet.
+            OptimizerStepError: A step failed, and its error was not raised yet.
         """
         self._background.finish()
 
     def close(self) -> None:
-        """Wait, end the thread, and leave the optimizers as they came."""
+        """Wait for all steps, end the thread, and remove the hooks of the optimizers."""
         self._background.close()
         for handles in self._guarded.values():
             for handle in handles:
@@ -244,13 +248,13 @@ class Stepper:
         self.finish()
 
 
-Part = list[tuple[dict[str, Any], list[nn.Parameter]]]
-"""Param groups, each with those of its parameters that are in one chunk and have a gradient."""
+ChunkGroups = list[tuple[dict[str, Any], list[nn.Parameter]]]
+"""Param groups, each with the parameters that are in one chunk and have a gradient."""
 
 
 @contextmanager
 def _groups_kept(optimizer: Optimizer) -> Iterator[None]:
-    """Give the optimizer its own list of param groups back at the end."""
+    """Restore the optimizer's own list of param groups at the end."""
     groups = optimizer.param_groups
     try:
         yield
@@ -258,28 +262,29 @@ def _groups_kept(optimizer: Optimizer) -> Iterator[None]:
         optimizer.param_groups = groups
 
 
-def _parts_with_gradients(optimizer: Optimizer, chunks: Iterable[Chunk]) -> dict[Chunk, Part]:
-    """What the optimizer will change, chunk by chunk in the order of the next forward."""
+def _groups_with_gradients(optimizer: Optimizer, chunks: Iterable[Chunk]) -> dict[Chunk, ChunkGroups]:
+    """Return the parameters that the optimizer will change, by chunk."""
+    # The order of the next forward: the chunk that it waits for first is stepped first.
     ordered = sorted(chunks, key=lambda chunk: chunk.index)
     chunk_of = {parameter: chunk for chunk in ordered for parameter in chunk.masters.values()}
-    parts: dict[Chunk, Part] = {chunk: [] for chunk in ordered}
+    by_chunk: dict[Chunk, ChunkGroups] = {chunk: [] for chunk in ordered}
     for group in optimizer.param_groups:
         inside: dict[Chunk, list[nn.Parameter]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None and parameter in chunk_of:
                 inside.setdefault(chunk_of[parameter], []).append(parameter)
         for chunk, parameters in inside.items():
-            parts[chunk].append((group, parameters))
-    return {chunk: part for chunk, part in parts.items() if part}
+            by_chunk[chunk].append((group, parameters))
+    return {chunk: groups for chunk, groups in by_chunk.items() if groups}
 
 
-def _lies_in_host_memory(part: Part) -> bool:
-    return all(in_host_memory(parameter) for _, parameters in part for parameter in parameters)
+def _is_in_host_memory(groups: ChunkGroups) -> bool:
+    return all(in_host_memory(parameter) for _, parameters in groups for parameter in parameters)
 
 
-def _without(optimizer: Optimizer, taken: Iterable[Part]) -> list[dict[str, Any]]:
-    """The optimizer's groups less the parameters that are stepped in the background."""
-    gone = {parameter for part in taken for _, parameters in part for parameter in parameters}
+def _without(optimizer: Optimizer, taken: Iterable[ChunkGroups]) -> list[dict[str, Any]]:
+    """Return the optimizer's groups without the parameters that shares step."""
+    gone = {parameter for groups in taken for _, parameters in groups for parameter in parameters}
     if not gone:
         return optimizer.param_groups
     groups = [
@@ -293,40 +298,42 @@ def _is_sharded(parameters: Iterable[nn.Parameter]) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in parameters)
 
 
-def _reason_to_step_whole(optimizer: Optimizer) -> str | None:
+def _reason_for_own_step(optimizer: Optimizer) -> str | None:
+    """Return the reason why no shadow may step for the optimizer; None if it may."""
     for switch in ("capturable", "differentiable"):
         if any(group.get(switch) for group in optimizer.param_groups):
             return f"a param group has {switch}=True"
     if any(getattr(optimizer, name, None) is not None for name in ("found_inf", "grad_scale")):
-        return "it looks for overflow itself"
+        return "it checks for overflow itself"
     return None
 
 
 def _reason_against(optimizer: Optimizer) -> str | None:
-    """Why a step cannot go on in the background; None if it can."""
-    reason = _reason_to_step_whole(optimizer)
+    """Return the reason why a step cannot run in the background; None if it can."""
+    reason = _reason_for_own_step(optimizer)
     if reason is not None:
         return reason
     if has_hooks_that_see_the_result(optimizer):
         return "a step hook may look at the result"
     sharded = _is_sharded(parameter for group in optimizer.param_groups for parameter in group["params"])
-    if sharded and needs_whole_tensors(optimizer):
-        return "it communicates about sharded parameters"
+    if sharded and needs_full_tensors(optimizer):
+        # Collectives of two threads could be issued in different orders on different ranks.
+        return "it communicates to step sharded parameters"
     return None
 
 
-# Stepping chunk by chunk in one background thread, and what the main thread waits for.
+# One background thread steps chunk by chunk; the main thread waits with tickets.
 #
-# A `Share` holds tensors that alias masters and gradients, taken on the main thread: whatever becomes of the
-# parameter objects meanwhile (their data switches to working weights, their gradient is set to None, they
-# wait for whoever reads them), the thread steps what was to be stepped.
+# A `Share` holds aliases of masters and gradients, taken on the main thread. Meanwhile the parameter objects
+# may change: their data becomes working weights, `zero_grad` drops their gradients, guards make readers wait.
+# The thread still steps the masters with the gradients of the submitted step.
 
 
 class OptimizerStepError(NnxError, RuntimeError):
-    """An optimizer failed in the background thread; raised where its result was to be used.
+    """An optimizer failed in the background thread; the next use of the chunk raises it.
 
     Attributes:
-        seen: True if it was raised already, so that whoever cleans up need not raise it again.
+        seen: True if it was raised already, so that cleanup does not raise it again.
     """
 
     seen = False
@@ -337,10 +344,10 @@ class Share:
     """One chunk's share of a step.
 
     Attributes:
-        chunk: Whose masters are stepped.
-        groups: Param groups as they are at this step, over aliases of this rank's part.
-        state: The state of the optimizer, by alias; its tensors are this rank's part.
-        owners: The parameter that each alias stands for.
+        chunk: The chunk whose masters are stepped.
+        groups: Param groups with the settings of this step, over aliases of the local shards.
+        state: The state of the optimizer, by alias; its tensors are local shards.
+        owners: The parameter of each alias.
     """
 
     chunk: Chunk
@@ -349,28 +356,28 @@ class Share:
     owners: dict[Tensor, nn.Parameter] = field(default_factory=dict)
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's elements, sharing memory with `tensor` and needing no gradient."""
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part.detach()
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return the elements on this rank: a detached tensor that shares memory with `tensor`."""
+    shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return shard.detach()
 
 
 def take_share(
     chunk: Chunk, optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[nn.Parameter]]]
 ) -> Share:
-    """Take what stepping a chunk needs, as it is now.
+    """Capture masters, gradients, settings and state for the step of a chunk.
 
     Args:
         chunk: The chunk to be stepped.
-        optimizer: Whose state and settings are used.
-        groups: Param groups, each with those of its parameters that are the chunk's and have a gradient.
+        optimizer: The optimizer that steps it.
+        groups: Param groups, each with its parameters that are in the chunk and have a gradient.
     """
     share, held = Share(chunk), held_state(optimizer)
     for group, parameters in groups:
         aliases = []
         for parameter in parameters:
-            alias = local_part(parameter)
-            alias.grad = local_part(parameter.grad)  # type: ignore[arg-type] # those with a gradient only
+            alias = local_shard(parameter)
+            alias.grad = local_shard(parameter.grad)  # type: ignore[arg-type] # those with a gradient only
             share.owners[alias] = parameter
             share.state[alias] = _local_state(held.get(parameter, {}))
             aliases.append(alias)
@@ -379,16 +386,16 @@ def take_share(
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of this step: a scheduler may change a learning rate that is a tensor in place."""
+    # Clones, because a scheduler changes a learning rate that is a tensor in place.
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
 
 
 def _local_state(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: local_part(value) if isinstance(value, DTensor) else value for key, value in state.items()}
+    return {key: local_shard(value) if isinstance(value, DTensor) else value for key, value in state.items()}
 
 
-def give_back_state(share: Share, optimizer: Optimizer) -> None:
-    """Give the optimizer what a step has added to its state; existing tensors were changed in place."""
+def write_back_state(share: Share, optimizer: Optimizer) -> None:
+    """Add new state entries of a step to the optimizer; existing tensors were changed in place."""
     held = held_state(optimizer)
     for alias, parameter in share.owners.items():
         stepped = share.state[alias]
@@ -396,18 +403,19 @@ def give_back_state(share: Share, optimizer: Optimizer) -> None:
             continue
         own = held[parameter]
         for key, value in stepped.items():
-            if key not in own or _is_another(own[key], value):
-                own[key] = _like(parameter, alias, value)
+            if key not in own or _is_replaced(own[key], value):
+                own[key] = _sharded_like(parameter, alias, value)
 
 
-def _is_another(own: Any, stepped: Any) -> bool:
+def _is_replaced(own: Any, stepped: Any) -> bool:
     if isinstance(own, DTensor) and isinstance(stepped, Tensor):
-        return bool(local_part(own).data_ptr() != stepped.data_ptr())
+        # Each call of local_shard makes a new tensor object, so only the memory tells.
+        return bool(local_shard(own).data_ptr() != stepped.data_ptr())
     return own is not stepped
 
 
-def _like(parameter: Tensor, alias: Tensor, value: Any) -> Any:
-    """A state tensor of the parameter's shape is divided as the parameter is."""
+def _sharded_like(parameter: Tensor, alias: Tensor, value: Any) -> Any:
+    """Return state of the parameter's shape as a DTensor that is sharded like the parameter."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
         return value
     if value.shape != alias.shape or not alias.dim():
@@ -423,10 +431,10 @@ def _like(parameter: Tensor, alias: Tensor, value: Any) -> Any:
 
 
 class Ticket:
-    """What the main thread waits for before it uses a chunk.
+    """One pending step of a chunk; the main thread waits for it before it uses the chunk.
 
     Attributes:
-        over: Set when the background thread is done with the chunk, one way or the other.
+        over: Set when the background thread has stepped the chunk, or failed.
     """
 
     def __init__(self) -> None:
@@ -434,7 +442,8 @@ class Ticket:
         self._error: OptimizerStepError | None = None
 
     def finish(self, error: OptimizerStepError | None = None) -> None:
-        """Called by the background thread when the chunk is stepped, or will not be."""
+        """Release the waiters, with the error if the step failed; the background thread calls it."""
+        # The error first: a waiter reads it as soon as the event is set.
         self._error = error
         self.over.set()
 
@@ -442,7 +451,7 @@ class Ticket:
         """Wait until the chunk is stepped.
 
         Raises:
-            OptimizerStepError: It could not be.
+            OptimizerStepError: The step failed.
         """
         self.over.wait()
         if self._error is not None:
@@ -451,16 +460,18 @@ class Ticket:
 
     @property
     def has_succeeded(self) -> bool:
-        """True if nobody needs to wait for it any more."""
+        """True if the chunk is stepped, without an error."""
         return self.over.is_set() and self._error is None
 
 
 def _guard_gradient(parameter: nn.Parameter, ticket: Ticket) -> None:
-    """Let whoever uses the gradient wait: it must not be overwritten. Letting go of it needs no wait."""
+    """Let every use of the gradient wait for its step, except setting ``grad`` to None."""
+    # The thread still reads the gradient: an in-place change such as zero_() would reach the step.
     gradient = cast("nn.Parameter", parameter.grad)
     held = weakref.ref(gradient)  # in its own attribute it would keep itself alive
 
     def wait() -> None:
+        # Not `ticket.wait`: the error of a failed step belongs to the masters, the gradient is readable.
         ticket.over.wait()
         used = held()
         if used is not None:
@@ -470,10 +481,10 @@ def _guard_gradient(parameter: nn.Parameter, ticket: Ticket) -> None:
 
 
 class Background:
-    """One thread that steps chunks in the order they are given.
+    """One thread that steps chunks in the order of submission.
 
     Args:
-        device: The thread's own, for those that have one current.
+        device: The device of this rank, which becomes the thread's current CUDA device.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -486,17 +497,20 @@ class Background:
     def submit(
         self, optimizer: Optimizer, shares: Sequence[Share], step: Callable[[Optimizer, Share], None]
     ) -> None:
-        """Step shares in their order; every chunk waits for its own from now on."""
+        """Step shares in their order; every use of a chunk waits for its own share from now on."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "nnx-optimizer-step", initializer=self._enter_thread)
         tickets = [Ticket() for _ in shares]
+        # Failed tickets stay, so that `finish` still raises their error.
         self._tickets = [*(old for old in self._tickets if not old.has_succeeded), *tickets]
+        # One thread steps in order, so the latest ticket of a parameter covers all earlier ones.
         self._latest = {key: old for key, old in self._latest.items() if not old.over.is_set()}
         for share, ticket in zip(shares, tickets, strict=True):
             self._latest.update(dict.fromkeys(share.owners.values(), ticket))
             for parameter in share.owners.values():
                 _guard_gradient(parameter, ticket)
             share.chunk.set_pending(ticket.wait)
+        # Submitted after set_pending: the thread's refresh must find the chunk pending.
         work = list(zip(shares, tickets, strict=True))
         self._pool.submit(self._run, self._stream(), optimizer, work, step)
 
@@ -504,7 +518,8 @@ class Background:
         return self._device is not None and self._device.type == "cuda"
 
     def _stream(self) -> AbstractContextManager[Any]:
-        """That of the thread that submits: new weights are for what it computes next."""
+        """Return a context of the submitting thread's current stream."""
+        # `Device.copy` waits for the current stream: its kernels may still read the old working weights.
         if not self._is_on_card():
             return nullcontext()
         return torch.cuda.stream(torch.cuda.current_stream(self._device))
@@ -514,7 +529,7 @@ class Background:
             torch.cuda.set_device(self._device)
         threads = threads_for_steps(os.environ)
         if threads is not None:
-            log.info("torchrun set OMP_NUM_THREADS=1: the background steps on %s threads.", threads)
+            log.info("torchrun set OMP_NUM_THREADS=1: background steps use %s threads.", threads)
             torch.set_num_threads(threads)
 
     def _run(
@@ -534,29 +549,31 @@ class Background:
         step: Callable[[Optimizer, Share], None],
     ) -> None:
         while work:
-            share, ticket = work.pop(0)  # its aliases, and with them the gradients, are freed when it is done
+            # Popped, so that the gradients of each chunk are freed as soon as it is stepped.
+            share, ticket = work.pop(0)
+            # After a failure no chunk is stepped, but every ticket is finished: its waiter would hang.
             if self._failure is None:
                 try:
                     step(optimizer, share)
-                except BaseException as error:  # whatever it is, somebody waits for this ticket
+                except BaseException as error:
                     self._failure = _failure(optimizer, share.chunk, error)
             del share
             ticket.finish(self._failure)
 
     def wait_for(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Wait until whatever was submitted of these parameters is stepped.
+        """Wait until these parameters are stepped, if they are pending.
 
         Raises:
-            OptimizerStepError: It could not be.
+            OptimizerStepError: Their step failed.
         """
         for ticket in {self._latest[parameter] for parameter in parameters if parameter in self._latest}:
             ticket.wait()
 
     def finish(self) -> None:
-        """Wait for everything that was submitted.
+        """Wait for all submitted steps.
 
         Raises:
-            OptimizerStepError: A chunk could not be stepped; raised once.
+            OptimizerStepError: A step failed; each failure is raised once.
         """
         tickets, self._tickets = self._tickets, []
         self._latest.clear()
@@ -568,19 +585,20 @@ class Background:
             raise failure
 
     def close(self) -> None:
-        """End the thread when it has done what it was given."""
+        """Wait for the submitted steps and end the thread."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None
 
 
 def threads_for_steps(environment: Mapping[str, str]) -> int | None:
-    """Threads of steps in the background where torchrun has set one for every rank; None: as many as set.
+    """Return the number of threads for background steps; None keeps the current number.
 
-    It changes no bit: kernels that step each element by itself give the same on any number of threads.
+    torchrun sets one thread per rank by default; background steps use this rank's share of the cores then.
+    Elementwise kernels give bitwise the same result on any number of threads.
 
     Args:
-        environment: The variables of this process.
+        environment: The environment variables of this process.
 
     Example:
         >>> threads_for_steps({"OMP_NUM_THREADS": "1"}) is None
@@ -596,8 +614,8 @@ def _failure(optimizer: Optimizer, chunk: Chunk, error: BaseException) -> Optimi
     failure = OptimizerStepError(
         f"{type(optimizer).__name__} failed to step chunk {chunk.name!r} in the background: "
         f"{type(error).__name__}: {error}",
-        remedy="It and the chunks after it are not stepped: resume from a checkpoint. With "
-        "overlap='none' the error is raised where it happens.",
+        remedy="This chunk and the chunks after it are not stepped: resume from a checkpoint. With "
+        "overlap='none' optimizer.step() itself raises the error.",
     )
     failure.__cause__ = error
     return failure

@@ -1,7 +1,6 @@
-"""`ColossalAIStrategy`: the strategy object under the name and with the arguments of lightning-colossalai.
+"""The strategy class with the name and the arguments of lightning-colossalai's.
 
-``Trainer(strategy="colossalai")`` and `nnx.strategy` build the same engine. This module owns the old
-constructor; it never touches training.
+``Trainer(strategy="colossalai")`` and `nnx.strategy` build the same engine.
 """
 
 from __future__ import annotations
@@ -12,37 +11,36 @@ from nnx_core.lightning.namespaces import StrategyOfTrainer
 
 
 class ColossalAIStrategy(StrategyOfTrainer):
-    """A strategy for the Trainer of the copy of Lightning that is in use.
+    """A strategy for the Trainer of the imported Lightning package.
 
-    Accelerator, precision and where the model is built are the Trainer's and yours to choose; any optimizer
-    of torch's, and several, will do.
+    You choose accelerator and precision with the Trainer. All optimizers of torch work, also several at once.
 
     Args:
-        use_chunk: Only True, as in the original.
-        chunk_size: Elements that a chunk has at most; by default a chunk is a layer.
-        enable_distributed_storage: False keeps every rank's complete weights from forward to backward.
-        placement_policy: ``"auto"``, ``"cuda"``, ``"cpu"``, or one tier for all chunks.
-        force_outputs_fp32: Cast outputs of every step to float32.
-        gpu_margin_mem_ratio: Share of the device memory left beside weights and activations that masters and
-            optimizer state get; None (the original had 0.0) is as much as makes the step fastest.
-        chunk_search_range: Elements by which a chunk may exceed the larger of `min_chunk_size` and the
+        use_chunk: Only True is supported, as in lightning-colossalai.
+        chunk_size: The largest chunk in elements; by default a chunk is a layer.
+        enable_distributed_storage: False keeps gathered weights on every rank from forward to backward.
+        placement_policy: The policy ``"auto"``, ``"cuda"``, ``"cpu"``, or one tier for all chunks.
+        force_outputs_fp32: True to cast outputs of every step to float32.
+        gpu_margin_mem_ratio: The share of the device memory beside weights and activations for masters and
+            optimizer state; None (lightning-colossalai had 0.0) makes the step fastest.
+        chunk_search_range: The elements by which a chunk may exceed the larger of `min_chunk_size` and the
             largest parameter.
-        chunk_search_n_grids: Only 4096: chunks are sized exactly, so no grid is searched.
-        min_chunk_size: Bytes of weights below which a layer shares the chunk around it.
-        initial_scale: The scale of the loss in ``"16-mixed"`` at first, which the next six concern too.
-        min_scale: Floor of the scale.
+        chunk_search_n_grids: Only 4096 is supported, because chunks are sized exactly without a grid.
+        min_chunk_size: The bytes of weights below which a layer shares the chunk around it.
+        initial_scale: The initial loss scale in ``"16-mixed"``, like the next six arguments.
+        min_scale: The smallest scale.
         growth_factor: The factor by which it grows.
         backoff_factor: The factor that it is multiplied by after overflow.
-        growth_interval: Steps without overflow after which it grows.
-        hysteresis: Overflows from which on it backs off.
-        max_scale: Cap of the scale.
-        accelerator: The same as for every strategy of Lightning's, like the four that follow.
-        parallel_devices: Devices of this node.
-        cluster_environment: Says who started the processes.
-        checkpoint_io: Takes the place of nnx's own.
-        precision_plugin: Such as `ColossalAIPrecision`.
-        **options: Any other option of `ColossalAIOptions` or common to all nnx strategies, such as
-            ``device_memory``, ``offload_fraction``, ``overlap``, ``timeout`` and ``async_save``.
+        growth_interval: The steps without overflow after which it grows.
+        hysteresis: The overflows after which it backs off.
+        max_scale: The largest scale.
+        accelerator: The accelerator of Lightning's strategies, like the four arguments that follow.
+        parallel_devices: The devices of this node.
+        cluster_environment: The environment that started the processes.
+        checkpoint_io: The checkpoint IO to use instead of nnx's own.
+        precision_plugin: The precision plugin, such as `ColossalAIPrecision`.
+        **options: Other options of `ColossalAIOptions` or of all nnx strategies, such as ``device_memory``,
+            ``offload_fraction``, ``overlap``, ``timeout`` and ``async_save``.
 
     Example:
         >>> ColossalAIStrategy(placement_policy="cpu", initial_scale=32).name

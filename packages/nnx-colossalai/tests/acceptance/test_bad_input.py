@@ -70,7 +70,7 @@ def test_an_option_that_makes_no_sense_is_refused_before_anything_starts(
         ({"tiers": {"blocks.9": "streamed"}}, ["blocks.9", "blocks.0"]),
     ],
 )
-def test_wishes_that_contradict_each_other_or_the_model_are_named_together(
+def test_constraints_that_contradict_each_other_or_the_model_are_named_together(
     pool: WorkerPool, options: dict[str, Any], named: list[str], devices: int
 ) -> None:
     found = failures(pool, options, devices)
@@ -125,7 +125,7 @@ def test_out_of_memory_in_a_step_moves_the_plan_down_and_changes_no_number(
         assert seen["losses"] == expected["losses"]
         assert seen["digest"] == expected["digest"]
     (told,) = [line for line in ranks[0]["log"] if "out of memory" in line.lower()]
-    assert "moved down" in told
+    assert "Moved chunks to lower tiers" in told
     assert MOVED.search(told)
     assert BYTES.search(told)
 

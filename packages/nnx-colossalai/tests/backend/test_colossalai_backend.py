@@ -250,7 +250,7 @@ def test_a_step_out_of_memory_runs_again_under_a_lower_plan_and_no_number_change
 ) -> None:
     expected = exhausted(0, where)
     expect_the_same(exhausted(times, where), expected)
-    assert any("Out of memory: CUDA out of memory" in line and "moved down" in line for line in said)
+    assert any("Out of memory: CUDA out of memory" in line and "to lower tiers" in line for line in said)
 
 
 class Tight(nn.Module):
@@ -323,7 +323,7 @@ def test_the_graph_of_a_backward_that_failed_is_free_before_the_forward_runs_aga
 
 
 def test_when_no_plan_is_left_the_error_says_so_with_the_knob() -> None:
-    words = r"2\.00 KiB.*there is no lower plan to go on with.*device_memory"
+    words = r"2\.00 KiB.*there is no lower plan: .*device_memory"
     with pytest.raises(DeviceMemoryError, match=words):
         exhausted(100, "forward")
 
@@ -335,7 +335,7 @@ def test_accumulated_gradients_are_not_mixed_with_those_of_a_backward_that_faile
     run.module.times = 1  # type: ignore[assignment] # of Exhausting
     loss = run.backend.run_step(run.module, run.module, inputs).sum()
     with pytest.raises(
-        DeviceMemoryError, match=r"cannot move down now: .*mixed with those accumulated before"
+        DeviceMemoryError, match=r"cannot use lower tiers now: .*mixed with those accumulated before"
     ):
         run.backend.backward(run.module, loss)
     run.end()

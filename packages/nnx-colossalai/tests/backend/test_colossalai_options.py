@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nnx_colossalai.model import wishes_of
+from nnx_colossalai.model import constraints_of
 from nnx_colossalai.options import ColossalAIOptions, bytes_of
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.errors import OptionError
@@ -57,7 +57,7 @@ def test_what_is_no_size_is_refused(size: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_chunk": False}, r"use_chunk=False: the historical strategy refused it"),
+        ({"use_chunk": False}, r"use_chunk=False is not supported"),
         ({"use_chunk": 1}, r"use_chunk=1 is of type int"),
         ({"chunk_search_n_grids": 1024}, r"chunk_search_n_grids=1024: chunks are exactly as large"),
         ({"placement_policy": "const"}, r"placement_policy='const' is unknown\. .*offload_fraction"),
@@ -74,8 +74,8 @@ def test_what_is_no_size_is_refused(size: Any) -> None:
         ({"chunk_size": 0}, r"chunk_size=0 is not a size\. Pass a positive number of elements"),
         ({"chunk_size": True}, r"chunk_size=True is not a size"),
         ({"min_chunk_size": -1}, r"min_chunk_size=-1 is not a size\. Pass a positive number of bytes"),
-        ({"chunk_size": 8, "chunk_search_range": 8}, r"chunk_size=8 and chunk_search_range=8 limit the same"),
-        ({"min_chunk_size": 8, "min_num_params": 8}, r"min_chunk_size=8 and min_num_params=8 limit the same"),
+        ({"chunk_size": 8, "chunk_search_range": 8}, r"chunk_size=8 and chunk_search_range=8 conflict"),
+        ({"min_chunk_size": 8, "min_num_params": 8}, r"min_chunk_size=8 and min_num_params=8 conflict"),
         (
             {"gpu_margin_mem_ratio": 1.5},
             r"gpu_margin_mem_ratio=1\.5 is not a share\. Pass a number from 0 to 1",
@@ -93,7 +93,7 @@ def test_what_is_no_size_is_refused(size: Any) -> None:
         ({"cpu_adam": "apex"}, r"cpu_adam='apex' is not allowed"),
         (
             {"plan": __file__, "offload_fraction": 0.5, "placement_policy": "cpu"},
-            r"plan='.*' says where everything lies, so offload_fraction, placement_policy would have",
+            r"plan='.*' sets all tiers, so offload_fraction, placement_policy would have",
         ),
     ],
 )
@@ -109,12 +109,12 @@ def test_every_option_says_what_it_changes() -> None:
 
 def test_patterns_of_names_are_spelled_out_and_the_last_counts() -> None:
     options = ColossalAIOptions(tiers={"blocks.*": "streamed", "blocks.1": "sharded", "": "gathered"})
-    tiers = wishes_of(options, ["blocks.0", "blocks.1", "head", ""]).tiers
+    tiers = constraints_of(options, ["blocks.0", "blocks.1", "head", ""]).tiers
     assert tiers == {"blocks.0": Tier.STREAMED, "blocks.1": Tier.SHARDED, "": Tier.GATHERED}
 
 
-def test_the_arguments_of_old_scripts_become_wishes() -> None:
+def test_the_arguments_of_old_scripts_become_constraints() -> None:
     options = ColossalAIOptions(placement_policy="auto", gpu_margin_mem_ratio=0.25, overlap="none")
-    wishes = wishes_of(options, [""])
-    assert (wishes.policy, wishes.gpu_margin_ratio, wishes.overlapped) == ("auto", 0.25, False)
-    assert wishes_of(ColossalAIOptions(enable_distributed_storage=False), [""]).policy == "gathered"
+    constraints = constraints_of(options, [""])
+    assert (constraints.policy, constraints.gpu_margin_ratio, constraints.overlapped) == ("auto", 0.25, False)
+    assert constraints_of(ColossalAIOptions(enable_distributed_storage=False), [""]).policy == "gathered"

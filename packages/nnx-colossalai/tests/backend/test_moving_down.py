@@ -178,7 +178,7 @@ def test_ranks_that_ran_out_of_memory_at_different_collectives_end_and_do_not_go
     said = pool.run(run_out_apart, 0, init="gloo", timeout=30)
     assert said == ["it moved down"] * 2
     for words in pool.run(run_out_apart, 1, init="gloo", timeout=30):
-        assert "cannot move down now: the other ranks had room, or ran out of memory elsewhere" in words
+        assert "cannot use lower tiers now: the other ranks had room, or ran out of memory elsewhere" in words
 
 
 def any_nonzero(value: Any) -> bool:

@@ -200,22 +200,22 @@ class TestAccounts:
     def test_mistakes_of_the_engine_are_named(self, device: HostDevice | SimDevice) -> None:
         weights, host = device.empty(4, torch.float32), device.host_empty(4, torch.float32)
         stranger = torch.zeros(4)
-        with pytest.raises(ValueError, match="neither was made by it"):
+        with pytest.raises(ValueError, match="allocated neither tensor"):
             device.copy(stranger, stranger.clone())
-        with pytest.raises(ValueError, match="both lie on it"):
+        with pytest.raises(ValueError, match=r"both tensors are on (cpu|the simulated device)"):
             device.copy(weights, device.empty(4, torch.float32))
-        with pytest.raises(ValueError, match="both lie on the host"):
+        with pytest.raises(ValueError, match="both tensors are on the host"):
             device.copy(host, device.host_empty(4, torch.float32))
         with pytest.raises(ValueError, match=r"cannot copy shape \(2,\) into shape \(4,\)"):
             device.copy(weights, host[:2])
-        with pytest.raises(ValueError, match="no device memory"):
+        with pytest.raises(ValueError, match="did not allocate the tensor as device memory"):
             device.release(host)
         with pytest.raises(ValueError, match="was not released"):
             device.restore(weights)
         device.release(weights)
-        with pytest.raises(ValueError, match="released twice"):
+        with pytest.raises(ValueError, match="release memory twice"):
             device.release(weights)
-        with pytest.raises(ValueError, match="reads or writes memory that is released"):
+        with pytest.raises(ValueError, match="from or to released memory"):
             device.copy(host, weights)
 
     def test_a_tensor_of_someone_else_lies_opposite_to_the_known_one(
@@ -299,7 +299,7 @@ def test_the_error_names_bytes_and_knobs() -> None:
     error = DeviceMemoryError.no_room("cuda:1", asked=3 * 2**30, used=2**30, allowed=3 * 2**30)
     assert str(error) == (
         "No room on cuda:1 for 3.00 GiB (3221225472 bytes): 1.00 GiB (1073741824 bytes) are in use, "
-        "and 3.00 GiB (3221225472 bytes) are allowed. Raise device_memory, let more of the model lie in host "
+        "and 3.00 GiB (3221225472 bytes) are allowed. Raise device_memory, offload more of the model to host "
         "memory (a higher offload_fraction or stream_fraction), or lower the batch size."
     )
     assert isinstance(error, NnxError)

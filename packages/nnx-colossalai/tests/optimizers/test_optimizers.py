@@ -17,7 +17,7 @@ from nnx_colossalai.optimizers import (
     FusedAdam,
     HybridAdam,
     groups_for_step,
-    needs_whole_tensors,
+    needs_full_tensors,
     steps_each_parameter,
 )
 from nnx_colossalai.stepper import Stepper
@@ -189,7 +189,7 @@ def test_no_closure_and_no_gradients_change_nothing() -> None:
 )
 def test_optimizers_that_look_across_a_tensor_are_known(kind: Callable[..., Optimizer], whole: bool) -> None:
     optimizer = kind(parameters())
-    assert needs_whole_tensors(optimizer) == whole
+    assert needs_full_tensors(optimizer) == whole
     assert steps_each_parameter(optimizer.step)
 
 

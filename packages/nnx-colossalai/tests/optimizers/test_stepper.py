@@ -190,7 +190,7 @@ def test_a_step_has_its_share_of_the_cores_where_torchrun_left_it_one(
     with caplog.at_level("INFO", logger="nnx.colossalai"):
         assert asked_in_a_step(Background(), torch.get_num_threads) == 3
     assert torch.get_num_threads() == 1, "forward and backward are the user's business"
-    assert [line for line in caplog.messages if "on 3 threads" in line]
+    assert [line for line in caplog.messages if "use 3 threads" in line]
 
 
 @pytest.mark.usefixtures("twelve_cores")

@@ -84,7 +84,7 @@ def edited(file: Path, change) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda b: b["chunks"].pop(1), r"is for another model: it lacks 'layers\.1'\. Plan anew"),
+        (lambda b: b["chunks"].pop(1), r"is for another model: it lacks 'layers\.1'\. Plan again"),
         (
             lambda b: b["chunks"].append({"name": "head", "tier": "sharded"}),
             r"another model: the model has no 'head'\.",

@@ -17,7 +17,7 @@ from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.document import PlanDocument
 from nnx_colossalai.plan.dry_run import dry_run
 from nnx_colossalai.plan.model import model_spec
-from nnx_colossalai.plan.spec import Rates, Tier, Wishes
+from nnx_colossalai.plan.spec import Constraints, Rates, Tier
 from nnx_colossalai.plan.units import find_units
 from nnx_core.backend import ParallelContext
 from nnx_core.errors import PlanError
@@ -85,14 +85,14 @@ def test_what_the_loss_keeps_counts() -> None:
     assert more == logits * (4 - 2) + TOKENS.nbytes + 4 + 4
 
 
-def test_keyword_inputs_wishes_and_rates_are_kept_to() -> None:
+def test_keyword_inputs_constraints_and_rates_are_kept_to() -> None:
     outcome = dry_run(
         small(),
         [],
         input_kwargs={"tokens": TOKENS},
         world_size=1,
         device_bytes=10**6,
-        wishes=Wishes(policy="streamed"),
+        constraints=Constraints(policy="streamed"),
         rates=Rates(host_step=5.0),
         optimizer=0,
         precision="32-true",

@@ -14,14 +14,14 @@ from nnx_colossalai.plan.cost import MemoryModel
 from nnx_colossalai.plan.planner import downgrade, evaluate, plan, why_not_lower
 from nnx_colossalai.plan.policies import candidates
 from nnx_colossalai.plan.schedule import TimeModel
-from nnx_colossalai.plan.spec import Placement, RankResources, Tier, Wishes, allowed_tiers
+from nnx_colossalai.plan.spec import Constraints, Placement, RankResources, Tier, allowed_tiers
 from nnx_core.errors import PlanError
 
 
 def everything(spec):
     """Every placement that there is, with its memory and time."""
     return itertools.product(
-        *allowed_tiers(Wishes(), [g.name for g in spec.groups], spec.world_size).values()
+        *allowed_tiers(Constraints(), [g.name for g in spec.groups], spec.world_size).values()
     )
 
 
@@ -65,7 +65,7 @@ def test_the_search_is_within_a_few_percent_of_trying_all_placements(block):
         resources = random_resources(seed, spec)
         best = fastest(spec, resources, everything(spec))
         memory, timing = MemoryModel(spec), TimeModel(spec, resources, overlapped=True)
-        found = fastest(spec, resources, candidates(spec, memory, timing, Wishes(), exact=False))
+        found = fastest(spec, resources, candidates(spec, memory, timing, Constraints(), exact=False))
         assert (best is None) == (found is None), seed
         if best:
             assert found <= best * 1.05, seed
@@ -203,22 +203,22 @@ def test_a_downgrade_that_the_host_has_no_room_for_names_what_it_needs():
     assert error.remedy == "Raise host_memory, or use more ranks."
 
 
-def test_a_downgrade_keeps_to_the_wishes_and_names_them_where_they_leave_nothing():
-    spec, resources, wishes = (
+def test_a_downgrade_keeps_to_the_constraints_and_names_them_where_they_leave_nothing():
+    spec, resources, constraints = (
         layers(4),
         RankResources(device_bytes=HUGE, host_bytes=HUGE),
-        Wishes(policy="cuda"),
+        Constraints(policy="cuda"),
     )
-    planned = plan(spec, resources, wishes)
-    assert downgrade(planned, spec, resources, wishes) is None
-    error = why_not_lower(planned, spec, resources, wishes)
+    planned = plan(spec, resources, constraints)
+    assert downgrade(planned, spec, resources, constraints) is None
+    error = why_not_lower(planned, spec, resources, constraints)
     assert "none keeps to policy='cuda'." in error.message
     assert error.remedy == "Leave that out, or use activation checkpointing or a smaller batch."
 
 
 def test_a_downgrade_below_the_lowest_tier_says_what_fills_the_device():
     spec, resources = layers(4, activation=50_000), RankResources(device_bytes=HUGE, host_bytes=HUGE)
-    planned = plan(spec, resources, Wishes(policy="streamed"))
+    planned = plan(spec, resources, Constraints(policy="streamed"))
     error = why_not_lower(planned, spec, resources)
     assert "the device ran out of memory under a plan with a peak of" in error.message
     assert "activations 195.31 KiB (200000 bytes)" in error.message

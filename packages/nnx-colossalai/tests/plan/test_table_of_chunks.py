@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from nnx_colossalai.plan.document import plan_table, summary
 from nnx_colossalai.plan.planner import _Search, evaluate
-from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier, Wishes
+from nnx_colossalai.plan.spec import Constraints, Group, ModelSpec, Placement, RankResources, Tier
 
 MIB = 2**20
 LAYERS = tuple(Group(name=f"layers.{at}", numel=MIB, trainable=MIB) for at in range(4))
@@ -35,7 +35,7 @@ def test_what_nobody_has_fixed_is_not_called_given() -> None:
     """Each of these layers alone would fit a tier higher, and be faster."""
     tiers = (*[Tier.STREAMED] * 4, Tier.GATHERED)
     assert table(*tiers)[2].endswith("  as given")
-    found = _Search(SPEC, RESOURCES, Wishes()).planned(tiers)
+    found = _Search(SPEC, RESOURCES, Constraints()).planned(tiers)
     assert plan_table(SPEC, RESOURCES, found).splitlines()[2].endswith("  fastest of what was compared")
 
 

@@ -191,7 +191,7 @@ def test_a_scaler_of_torchs_that_is_off_is_off_in_the_cores_as_well() -> None:
 def test_updating_before_any_gradient_was_seen_is_an_error() -> None:
     scaler = DynamicLossScaler(backend(), LossScaleRule())
     scaler.scale(torch.ones(()))
-    with pytest.raises(RuntimeError, match="after unscale_"):
+    with pytest.raises(RuntimeError, match="before unscale_"):
         scaler.update()
 
 

@@ -1,7 +1,7 @@
-"""Chunks at world size 1: the user's own parameters over flat buffers, and copies beside computing.
+"""Run a chunked model at world size 1: the user's parameters over flat buffers, copies beside compute.
 
-`LocalEngine` lays a module out, hooks its modules, and takes everything down again. What a chunk does is
-`local_chunk`'s, how gradients get to the masters `local_gradients`'.
+`LocalEngine` lays a module out, hooks its modules, and undoes both. `Step` decides when parameters show
+working weights or masters. `local_chunk` holds one chunk, `local_gradients` moves gradients to the masters.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _WITH_STATISTICS = (
 class LocalEngine(ChunkEngine):
     """Holds the chunks of one module in one process.
 
-    Parameters that are no ordinary floating-point tensors stay outside of chunks, on the device. Those of
-    layers with running statistics keep their dtype in a step: torch computes these in no two dtypes.
+    Parameters that are no ordinary floating-point tensors stay outside of chunks, on the device. Layers with
+    running statistics keep their dtype in a step, because torch does not mix dtypes in them.
 
     Args:
-        context: The place of this process in the world.
-        device: Memory and copies.
+        context: The rank of this process and the world size.
+        device: The device that allocates and copies.
         working_dtype: The dtype of the weights that forward and backward compute with; None keeps the
             masters' own.
     """
@@ -95,18 +95,19 @@ class LocalEngine(ChunkEngine):
         return replaced
 
     def _materialize(self, root: nn.Module, units: Sequence[Unit]) -> dict[nn.Parameter, nn.Parameter]:
-        """Give parameters on the meta device values; what took their places is tied as they were."""
-        places = [
+        """Give parameters on the meta device values; tied parameters stay tied."""
+        slots = [
             (module, name, parameter)
             for module in root.modules()
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter.is_meta
         ]
-        for unit in units if places else ():
+        for unit in units if slots else ():
             device = torch.device("cpu") if unit.tier.steps_on_host else self.device.torch_device
             materialize(unit.module, device, name=unit.name)
         replaced: dict[nn.Parameter, nn.Parameter] = {}
-        for module, name, before in places:
+        for module, name, before in slots:
+            # `materialize` makes one parameter per module: the first replacement serves all tied modules.
             module._parameters[name] = replaced.setdefault(before, module._parameters[name])  # type: ignore[arg-type] # as before
         return replaced
 
@@ -125,7 +126,7 @@ class LocalEngine(ChunkEngine):
         return self.working_dtype
 
     def _move_rest(self, root: nn.Module) -> None:
-        """Buffers and parameters outside of chunks are used where computing is."""
+        """Move buffers and parameters outside of chunks to the device."""
         device = self.device.torch_device
         in_chunks = {id(parameter) for chunk in self.chunks for parameter in chunk.masters.values()}
         for module in root.modules():
@@ -160,15 +161,16 @@ class LocalEngine(ChunkEngine):
             last = module.register_forward_hook(Leave(self._step), always_call=True)
             self._hooks += (first, last)
             if module not in unit_of.values() and len(chunks) == 1 and not chunks[0].is_streamed:
-                # Whatever its unit runs finds the chunk ready, and nothing of it changes meanwhile.
+                # The unit's own hooks have made the chunk ready, and a chunk that is not streamed stays so:
+                # the unit silences the hooks of the modules inside to save two calls for each forward.
                 before, after = enters[unit_of[chunks[0]]].inner
                 before.append(first)
                 after.append(last)
-        # Two chunks on their way: one that is being added up, one that travels.
+        # Two chunks in flight: the host adds one up while the lane copies the other.
         self._gradients.limit = 2 * max((chunk.nbytes for chunk in self.chunks), default=0)
 
     def _dtype_of_inputs(self, module: nn.Module) -> torch.dtype | None:
-        """What enters a unit is cast as FSDP2 does it, for layers that work in one dtype only."""
+        """Return the dtype that a unit's inputs are cast to, as FSDP2 does; None for other modules."""
         for unit, chunk in zip(self._units, self.chunks, strict=True):
             if unit.module is module and any(
                 slot.working is not None and slot.working.dtype == self.working_dtype for slot in chunk.slots
@@ -199,7 +201,7 @@ class LocalEngine(ChunkEngine):
         self._disconnect()
         moves = [(chunk, tiers.get(chunk.name, chunk.tier)) for chunk in self.chunks]
         try:
-            # First those that give device memory back.
+            # Chunks that free device memory first, so that the others find room.
             for chunk, tier in sorted(moves, key=lambda move: -_depth(move[1])):
                 if tier is not chunk.tier:
                     chunk.move(tier)
@@ -233,63 +235,66 @@ def _depth(tier: Tier) -> int:
     return list(Tier).index(tier)
 
 
-# In which order chunks are used, as the last step of the same kind went.
+# The order of use, predicted from the last step of the same kind (with or without gradients).
 
 
 class Order:
-    """Remembers uses, and says what will probably be used next.
+    """Remembers the uses of chunks and predicts the next one.
 
     Args:
-        chunks: The chunks in the order in which they probably will be used first.
+        chunks: The chunks in the probable order of their first uses.
     """
 
     def __init__(self, chunks: Sequence[LocalChunk]) -> None:
         self._last: dict[bool, list[LocalChunk]] = {}
         self._now: list[LocalChunk] = []
-        self._kind, self._place = True, 0
+        self._kind, self._position = True, 0
         number(chunks)
 
     def start(self, *, with_gradients: bool) -> LocalChunk | None:
-        """A step begins; what it will probably use first."""
-        self._kind, self._place, self._now = with_gradients, 0, []
+        """Begin a step and return the chunk that it will probably use first."""
+        self._kind, self._position, self._now = with_gradients, 0, []
         expected = self._last.get(with_gradients, [])
         return expected[0] if expected else None
 
     def used(self, chunk: LocalChunk) -> LocalChunk | None:
-        """A chunk is used; what will probably follow."""
+        """Record the use of a chunk and return the chunk that will probably follow."""
         self._now.append(chunk)
         expected = self._last.get(self._kind, [])
         try:
-            self._place = expected.index(chunk, self._place) + 1
+            # Searched from the last position on: backward uses the chunks of the forward a second time.
+            self._position = expected.index(chunk, self._position) + 1
         except ValueError:
             return None
-        return expected[self._place] if self._place < len(expected) else None
+        return expected[self._position] if self._position < len(expected) else None
 
     def end(self, chunks: Iterable[LocalChunk]) -> None:
-        """A step is over: what it used is what the next of its kind will."""
+        """End a step; its uses predict the next step of its kind."""
         self._last[self._kind] = self._now
+        # Numbers tell the background thread which chunk the next training forward needs first; an evaluation
+        # between two steps may use others.
         if self._kind:
             number([*dict.fromkeys(self._now), *(chunk for chunk in chunks if chunk not in self._now)])
 
 
 def number(chunks: Iterable[LocalChunk]) -> None:
-    """Give chunks their places."""
+    """Number the chunks."""
     for index, chunk in enumerate(chunks):
         chunk.index = index
 
 
-# A step at world size 1: when working weights are shown, fetched and let go, and when the masters are back.
+# A step at world size 1: it shows, fetches and releases working weights, and restores the masters.
 #
-# A step begins with `LocalEngine.run_step` or with the first forward of a module that has working weights,
-# and is over when its backward is, or at once where none can follow. Hooks on modules say what a forward
-# uses; hooks on their outputs say that a backward begins to use it; the gradients of a chunk's parameters
-# and of its module's inputs say that the backward is done with it. Whatever else touches a parameter meets
+# A step begins with `LocalEngine.run_step` or with the first forward of a module that has working weights.
+# It ends with its backward, or at once if no backward can follow. Hooks on modules tell which chunks a
+# forward uses. Hooks on their outputs tell when a backward begins to use a chunk. The gradients of a chunk's
+# parameters and of its module's inputs tell when a backward has used it. Any other use of a parameter meets
 # the guard.
 
 
 @dataclass(slots=True, eq=False)
 class _Frame:
-    """A forward that runs."""
+    """A running forward."""
 
     module: nn.Module
     chunks: list[LocalChunk] = field(default_factory=list)
@@ -297,17 +302,21 @@ class _Frame:
     silenced: tuple[Silenced, ...] = ()
 
     def end(self) -> None:
-        """Let the hooks of modules inside be called again."""
+        """Restore the hooks of modules inside."""
+        # The first are pre-forward hooks, which `_connect` has put before those of the user.
         for number, silenced in enumerate(self.silenced):
             silenced.end(are_first=number == 0)
 
 
 class _Window:
-    """The backward of one forward of streamed weights, from its outputs' gradients to its inputs'.
+    """The backward of one forward of streamed weights: it fetches them and frees them after the last use.
+
+    It opens with the first gradient of an output. It closes with the last gradient that autograd will compute
+    of the chunk's parameters and of the inputs: no node after these reads the weights.
 
     Args:
-        step: Whose.
-        chunk: Whose weights it needs.
+        step: The step that the forward belongs to.
+        chunk: The chunk of the weights.
         inputs: The inputs of the forward that need gradients.
     """
 
@@ -320,19 +329,21 @@ class _Window:
         self._handles = []
         for number, tensor in enumerate(inputs):
             self._nodes[number] = accumulator_of(tensor)
-            self._handles.append(tensor.register_hook(lambda _, key=number: self.arrived(key)))  # type: ignore[no-untyped-call]
+            self._handles.append(tensor.register_hook(lambda _, key=number: self.complete(key)))  # type: ignore[no-untyped-call]
         for slot in chunk.trained:
+            # Cached until the step ends: it takes an operator call to find the node.
             if slot.accumulator is None:
                 slot.accumulator = accumulator_of(slot.parameter)
             self._nodes[slot] = slot.accumulator
 
     def follow(self, module: nn.Module, output: Any) -> None:
-        """The forward is over, and its backward begins with what it returns or leaves on modules."""
+        """Watch for the backward at the end of the forward: outputs and tensors kept on modules start it."""
         for tensor in (*tensors_with_gradient(output), *kept_outputs(module)):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self._open())  # type: ignore[no-untyped-call]
         if not is_transparent(output) or _shows_inner_outputs(module):
-            self.chunk.hold()  # its backward may begin anywhere
+            # Its backward may start at a tensor that has no hook of ours: keep the weights until the end.
+            self.chunk.hold()
 
     def _open(self) -> None:
         self._step.backward_runs()
@@ -341,16 +352,19 @@ class _Window:
         self._is_open = True
         self.chunk.users += 1
         self.chunk.make_ready()
-        if torch.is_grad_enabled():  # of gradients that will be differentiated, which uses the weights again
+        # Gradients are enabled in a backward with create_graph=True: a later one reads the weights again.
+        if torch.is_grad_enabled():
             self.chunk.hold()
+        # Asked in the backward, because it may compute some gradients only: others would never complete.
         expected = {key: will_run(node) for key, node in self._nodes.items()}
+        # The key None completes at the end of the backward, where autograd does not tell which nodes run.
         if None in expected.values():
-            self._missing = {None}  # nobody can tell: until the backward's end
+            self._missing = {None}
         else:
             self._missing = {key for key, runs in expected.items() if runs} or {None}
 
-    def arrived(self, key: Any) -> None:
-        """One of the gradients that the backward leads to is complete; after the last, it is over."""
+    def complete(self, key: Any) -> None:
+        """Record that a gradient is complete; the last one frees the weights."""
         self._missing.discard(key)
         if self._is_open and not self._missing:
             self._is_open = False
@@ -359,7 +373,7 @@ class _Window:
             self._step.fetch_ahead()
 
     def close(self) -> None:
-        """The step is over."""
+        """Remove all hooks, at the end of the step."""
         self._is_open = False
         for handle in self._handles:
             handle.remove()
@@ -367,7 +381,7 @@ class _Window:
 
 
 def _shows_inner_outputs(module: nn.Module) -> bool:
-    """Return True if hooks of the user get outputs of modules inside, which they may keep."""
+    """Return True if user hooks see outputs of modules inside, which they may keep."""
     return any(
         not getattr(hook, "is_of_chunks", False)
         for inner in module.modules()
@@ -377,11 +391,14 @@ def _shows_inner_outputs(module: nn.Module) -> bool:
 
 
 class Step:
-    """What the chunks with working weights of their own go through together.
+    """One step of the chunks with working weights, from the first forward to the end of the backward.
+
+    It tracks calls of `run` (``_running``), forwards that run (``_frames``), forwards whose backward is open
+    or to come (``_windows``), and backwards that run (``_backwards``, by autograd's number).
 
     Args:
-        chunks: All chunks, in their probable order; those without working weights are only counted.
-        gradients: The gradients' destination.
+        chunks: All chunks in their probable order; chunks without working weights only count in the order.
+        gradients: The object that collects gradients for the masters.
     """
 
     def __init__(self, chunks: Sequence[LocalChunk], gradients: Gradients) -> None:
@@ -389,7 +406,7 @@ class Step:
         self._all = chunks
         self._chunks = [chunk for chunk in chunks if chunk.has_working]
         self._gradients = gradients
-        self._listener = Listener(gradients, lambda: self._is_active, self._gradient_runs, self._arrived)
+        self._listener = Listener(gradients, lambda: self._is_active, self._gradient_runs, self._complete)
         self._is_active = False
         self._with_gradients: bool | None = None
         self._running = 0
@@ -401,7 +418,7 @@ class Step:
 
     @property
     def is_needed(self) -> bool:
-        """True if there are working weights at all."""
+        """True if some chunk has working weights."""
         return bool(self._chunks)
 
     def begin(self) -> None:
@@ -410,6 +427,7 @@ class Step:
             return
         self._is_active = True
         with_gradients = torch.is_grad_enabled()
+        # Users exchange weights between training and evaluation through `.data`, which counts no version.
         if with_gradients is not self._with_gradients:
             self._with_gradients = with_gradients
             for chunk in self._chunks:
@@ -439,11 +457,11 @@ class Step:
         self.order.end(self._all)
 
     def close(self) -> None:
-        """Listen to no gradients any more."""
+        """Remove the hooks on parameters."""
         self._listener.stop(self._chunks)
 
     def reset(self) -> None:
-        """Show masters, whatever was under way."""
+        """Show masters, and drop all that is under way."""
         while self._frames:
             self._frames.pop().end()
         self._backwards.clear()
@@ -451,22 +469,22 @@ class Step:
         self.end()
 
     def show_masters(self) -> None:
-        """In a step of manual optimization as well, unless a forward or a backward is under way."""
+        """Show masters, also inside of `run`, unless a forward or a backward is under way."""
         if not self._frames and current_backward() == NO_BACKWARD:
             self.end()
 
     def finish(self) -> None:
-        """Show masters, unless a forward or a backward is under way."""
+        """Show masters, unless `run`, a forward or a backward is under way."""
         if not self._running and not self._frames and current_backward() == NO_BACKWARD:
             self.reset()
 
     def run(self, step: Callable[..., Any], args: Any, kwargs: Any, *, is_manual: bool) -> Any:
-        """Run a step of the user's.
+        """Run the user's step.
 
         Args:
-            step: Forward, or all of it.
-            args: The arguments for it.
-            kwargs: The keyword arguments for it.
+            step: The function that runs the forward, or the complete step.
+            args: The arguments of the step.
+            kwargs: The keyword arguments of the step.
             is_manual: True if it calls backward and the optimizers itself.
         """
         self._forget_failures()
@@ -480,17 +498,20 @@ class Step:
         return result
 
     def _forget_failures(self) -> None:
-        """What a backward that failed has left."""
+        """Drop the numbers of failed backwards."""
+        # Autograd runs no end-of-backward callback after an error, so `_backward_over` never dropped them.
         if not self._running and not self._frames and current_backward() == NO_BACKWARD:
             self._backwards.clear()
 
     def _left(self, result: Any, *, is_complete: bool = False) -> None:
-        """The outermost call has returned; a backward may follow."""
+        """End the step after the outermost call, or watch for the backward that may follow."""
+        # A forward inside of a backward, as of activation checkpointing: the backward ends the step.
         if current_backward() != NO_BACKWARD:
             return
         if is_complete or not torch.is_grad_enabled() or needs_no_backward(result):
             self.end()
             return
+        # These hooks tell of a backward at its start, and of one that reaches no parameter.
         for tensor in tensors_with_gradient(result):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self.backward_runs())  # type: ignore[no-untyped-call]
@@ -505,23 +526,25 @@ class Step:
         *,
         inner: Sequence[Sequence[RemovableHandle]] = (),
     ) -> Any:
-        """A forward begins that uses chunks.
+        """Begin a forward that uses chunks.
 
         Args:
-            chunks: The chunks concerned.
+            chunks: The chunks that it uses.
             dtype: The dtype that floating-point inputs are cast to, if any.
-            module: Whose forward.
+            module: The module of the forward.
             args: The arguments of the forward.
             kwargs: The keyword arguments of the forward.
-            inner: Hooks of modules inside that do nothing meanwhile: those before forwards, and those after.
+            inner: The pre-forward and the forward hooks of modules inside, silenced until the forward ends.
         """
         if dtype is None and self._is_inside(chunks, module):
             return None
         if dtype is not None:
             args, kwargs = cast_to(dtype, args), cast_to(dtype, kwargs)
         self._forget_failures()
+        # A forward that backward runs again: it may start a backward inside of this one, so gradients of one
+        # parameter may come twice and cannot wait for each other.
         if current_backward() != NO_BACKWARD and torch.is_grad_enabled():
-            self._listener.stay_apart()
+            self._listener.stop_grouping()
         self.begin()
         frame = _Frame(module)
         self._frames.append(frame)
@@ -529,6 +552,7 @@ class Step:
             chunk.users += 1
             frame.chunks.append(chunk)
             chunk.make_ready()
+            # The outermost forward of a chunk only: its window spans those of the modules inside.
             if chunk.users == 1 and chunk.is_streamed and torch.is_grad_enabled():
                 window = _Window(self, chunk, tensors_with_gradient((args, kwargs)))
                 frame.windows.append(window)
@@ -537,13 +561,14 @@ class Step:
         return None if dtype is None else (args, kwargs)
 
     def _is_inside(self, chunks: Sequence[LocalChunk], module: nn.Module) -> bool:
-        """Whether a forward runs inside of another, and all it uses is there until the step is over."""
+        """Return True if a forward runs inside of another and its chunks are ready until the step ends."""
         if not self._frames or self._frames[-1].module is module:
             return False
         return all(chunk.is_settled for chunk in chunks)
 
     def leave(self, module: nn.Module, output: Any) -> None:
-        """It is over, well or not."""
+        """End a forward, after its return or its error."""
+        # `enter` makes no frame where nothing is to be done, and is not called where an earlier hook raises.
         if not self._frames or self._frames[-1].module is not module:
             return
         frame = self._frames.pop()
@@ -558,17 +583,18 @@ class Step:
             self._left(output)
 
     def used(self, chunk: LocalChunk) -> None:
-        """Something uses a chunk: get ready what will probably follow."""
+        """Record the use of a chunk and fetch the chunk that will probably follow."""
         following = self.order.used(chunk)
         if self._is_active:
             self._following = following
             self.fetch_ahead()
 
     def fetch_ahead(self) -> None:
-        """Begin to fetch what will probably follow, once what it takes the place of has gone."""
+        """Begin to fetch the chunk that will probably follow, once there is room for it."""
         following = self._following
         if following is None:
             return
+        # Two streamed chunks at a time, as the plan counts memory: one computes while the next is fetched.
         passing = [chunk for chunk in self._chunks if chunk.is_resident and chunk is not following]
         if following.is_streamed and len(passing) > 1:
             return
@@ -576,22 +602,24 @@ class Step:
         following.prepare()
 
     def backward_runs(self) -> None:
-        """Called in a backward, any number of times."""
+        """Record the backward that runs; hooks call it any number of times in each."""
         number = current_backward()
         if number not in self._backwards:
             if self._backwards:
-                self._listener.stay_apart()
+                self._listener.stop_grouping()
             else:
                 self._listener.begin_backward()
             self._backwards.add(number)
             when_backward_ends(partial(self._backward_over, number))
+        # create_graph=True: the gradients have a graph of their own, which reads the weights once more.
         if torch.is_grad_enabled():
             self._is_differentiated = True
-        self.begin_again()
+        self._reopen()
 
-    def begin_again(self) -> None:
-        """A graph that was kept is used again."""
+    def _reopen(self) -> None:
+        """Begin the step again if it has ended: the backward is of a graph that was kept."""
         if not self._is_active:
+            # Backward disables gradients, by which `begin` would take it for an evaluation.
             with torch.enable_grad():
                 self.begin()
 
@@ -602,16 +630,19 @@ class Step:
         if self._listener.end_backward():
             self._has_accumulated = True
         self._gradients.finish()
+        # More of the step follows after a backward inside of a forward, after one with create_graph=True, and
+        # after `torch.autograd.grad` inside of `run`, which accumulates nothing.
         if self._frames or self._is_differentiated or (self._running and not self._has_accumulated):
-            self._go_on()
+            self._continue()
         else:
             self.end()
 
-    def _go_on(self) -> None:
-        """The step is not over: parameters still show working weights, beside the gradients they have."""
+    def _continue(self) -> None:
+        """Keep showing working weights after a backward, beside the gradients so far."""
         self._is_differentiated = False
+        # None is the key of windows that could not tell their last gradient.
         for window in self._windows:
-            window.arrived(None)
+            window.complete(None)
         for chunk in self._chunks:
             for slot in chunk.slots:
                 self._gradients.put_back(slot)
@@ -621,17 +652,17 @@ class Step:
         self._has_accumulated = True
         self.backward_runs()
 
-    def _arrived(self, chunk: LocalChunk, slot: Slot) -> None:
+    def _complete(self, chunk: LocalChunk, slot: Slot) -> None:
         for window in self._windows:
             if window.chunk is chunk:
-                window.arrived(slot)
+                window.complete(slot)
 
 
-# Hooks on the modules that use working weights; they stay behind when a module is copied or pickled.
+# Hooks on the modules that use working weights; a copy or a pickle of a module has none of them.
 
 
 class _Hook:
-    """Belongs to one module: a copy has parameters of its own, which lie in no chunk."""
+    """A hook of one module; its copy does nothing, because a copied module has plain parameters."""
 
     is_of_chunks = True
 
@@ -640,7 +671,7 @@ class _Hook:
 
 
 class Enter(_Hook):
-    """A forward begins.
+    """The hook before a module's forward.
 
     Args:
         step: The step of the engine.
@@ -648,7 +679,7 @@ class Enter(_Hook):
         dtype: The dtype that its floating-point inputs are cast to, if any.
 
     Attributes:
-        inner: Hooks of modules inside that do nothing while it runs: those before forwards, and those after.
+        inner: The pre-forward and the forward hooks of modules inside, silenced while the forward runs.
     """
 
     def __init__(self, step: Step, chunks: Sequence[LocalChunk], dtype: torch.dtype | None) -> None:
@@ -656,12 +687,12 @@ class Enter(_Hook):
         self.inner: tuple[list[RemovableHandle], list[RemovableHandle]] = ([], [])
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """What the forward is called with instead, if that is anything else."""
+        """Return the arguments cast to the dtype; None leaves them unchanged."""
         return self._step.enter(self._chunks, self._dtype, module, args, kwargs, inner=self.inner)
 
 
 class Leave(_Hook):
-    """A forward is over, well or not.
+    """The hook after a module's forward, also after an error.
 
     Args:
         step: The step of the engine.
@@ -671,12 +702,12 @@ class Leave(_Hook):
         self._step = step
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Nothing is changed of its output."""
+        """End the forward; the output stays unchanged."""
         self._step.leave(module, output)
 
 
 def _nothing(*_: Any) -> None:
-    """What a copied module has in a hook's place."""
+    """Replace a hook in copied modules."""
 
 
 def _hook_of_copies() -> Any:

@@ -1,10 +1,9 @@
-"""One chunk at world size 1: masters, working weights, and which of them the parameters show.
+"""Hold one chunk at world size 1: its masters, its working weights, and the switch between them.
 
-The user's parameter objects stay; their ``data`` is a view of the masters' buffer between steps and of the
-working buffer in a step. Where the masters can compute (on the device, in the same dtype) they are the
-working weights, and nothing here ever runs. What must be waited for before a use (a step in the background,
-new working weights, weights that lie in host memory) is done by the guard of `chunk`, or by the chunk's own
-module a moment earlier, whichever comes first.
+The user's parameter objects stay. Their ``data`` is a view of the masters' buffer between steps and of the
+working buffer in a step. Masters on the device in the working dtype are the working weights themselves, and
+need nothing of this file. Otherwise the first use waits for a background step, for refreshed weights or for
+a fetch from host memory. The hook of the chunk's module starts this; for other uses a guard does.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from nnx_colossalai.ledger import DeviceMemoryError
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.view.pending import guard_pending, unguard_pending
 
-# Parameters one after the other in flat buffers, exactly as large as they are together.
+# Parameters packed into flat buffers without padding.
 #
-# A `Segment` is what a chunk has of one kind: the same dtype between steps, the same dtype in a step, all
-# trained or all frozen. Parameters that divide evenly come first, so every one lies at an address that is a
-# multiple of as much as its own size is, and no byte is lost to padding.
+# A `Segment` holds parameters of one kind: one dtype between steps, one dtype in a step, all trained or all
+# frozen. Parameters whose size has the largest power of two as a factor come first. So each one is aligned
+# as well as its own size allows.
 
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -40,12 +39,12 @@ _WIDEST = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Parameters of one kind, as they follow each other in each flat buffer.
+    """Parameters of one kind, in their order in each flat buffer.
 
     Attributes:
-        dtype: Between steps.
+        dtype: The dtype between steps.
         working_dtype: The dtype in a step.
-        names: Full names.
+        names: The full names of the parameters.
         parameters: The user's objects.
         offsets: The offset of each parameter's first element.
         numel: The number of all elements.
@@ -61,7 +60,7 @@ class Segment:
     templates: tuple[Tensor, ...]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Each parameter's part of a flat buffer."""
+        """Return a view of a flat buffer for each parameter."""
         return [
             view_like(buffer, template, offset)
             for template, offset in zip(self.templates, self.offsets, strict=True)
@@ -69,7 +68,7 @@ class Segment:
 
 
 def is_chunkable(parameter: nn.Parameter) -> bool:
-    """Return True if a flat buffer can hold a parameter: it has values, of an ordinary floating dtype.
+    """Return True if a flat buffer can hold a parameter: it is not lazy and has an ordinary floating dtype.
 
     Example:
         >>> is_chunkable(nn.Parameter(torch.zeros(2))), is_chunkable(nn.Parameter(torch.zeros(2).cfloat()))
@@ -81,7 +80,7 @@ def is_chunkable(parameter: nn.Parameter) -> bool:
 def segments_of(
     parameters: Mapping[str, nn.Parameter], working_dtype: Callable[[nn.Parameter], torch.dtype]
 ) -> list[Segment]:
-    """Lay parameters out, kind by kind, in the order in which kinds first occur.
+    """Pack parameters into segments, in the order in which their kinds first occur.
 
     Example:
         >>> layer = nn.Linear(3, 2)
@@ -116,18 +115,18 @@ def _segment(
 
 
 def _evenness(numel: int) -> int:
-    """The largest power of two that divides a number, up to what alignment can gain from."""
+    """Return the largest power of two that divides a number, up to the widest useful alignment."""
     return min(numel & -numel, _WIDEST) if numel else _WIDEST
 
 
 def _template(parameter: nn.Parameter) -> Tensor:
-    """Keeps an order of elements such as channels last, and makes a view with gaps dense."""
+    """Return a meta tensor with a dense layout that keeps memory formats such as channels last."""
     with torch.no_grad():
         return torch.empty_like(parameter.detach(), device="meta", memory_format=torch.preserve_format)
 
 
 def view_like(buffer: Tensor, template: Tensor, offset: int = 0) -> Tensor:
-    """Elements of a flat buffer from `offset` on, in the shape and order of `template`."""
+    """Return a view of a flat buffer from `offset` on, with the shape and strides of `template`."""
     with torch.no_grad(), torch.inference_mode(False):
         return buffer.as_strided(template.shape, template.stride(), buffer.storage_offset() + offset)
 
@@ -138,14 +137,14 @@ class Slot:
 
     Attributes:
         parameter: The user's object.
-        template: Its shape and order of elements, on the meta device.
-        master: Its values between steps.
-        working: The weights that it computes with in a step; None where that is the master itself.
-        on_host: True if the master lies in host memory.
-        total: Its complete gradient while a backward runs, in the master's dtype and memory.
-        memory: Host memory that its last total was in, and the next one will be in, if nobody holds the last.
-        version: The version of the parameter when the working weights were shown.
-        accumulator: The autograd node of its gradient in this step, where somebody has asked for it.
+        template: Its shape and strides, on the meta device.
+        master: The master, which is its data between steps.
+        working: The working weight, which is its data in a step; None if the master serves.
+        on_host: True if the master is in host memory.
+        total: The sum of its gradients while a backward runs, in the master's dtype and memory.
+        memory: Host memory of the last total, for the next one unless the user holds the last gradient.
+        version: The version counter of the parameter when the working weights were refreshed.
+        accumulator: The autograd node of its gradient in this step; None until `_Window` asks for it.
         handles: The handles of our hooks.
     """
 
@@ -162,7 +161,7 @@ class Slot:
     numel: int = field(init=False)
     dtype: torch.dtype = field(init=False)
     geometry: tuple[torch.Size, tuple[int, ...]] = field(init=False)
-    """Shape and strides of the template; tensors take longer to tell these, and the master's dtype."""
+    """The shape and strides of the template, kept because a tensor takes longer to return them."""
 
     def __post_init__(self) -> None:
         self.numel, self.dtype = self.template.numel(), self.master.dtype
@@ -170,40 +169,40 @@ class Slot:
 
 
 class Shown(Enum):
-    """What the parameters of a chunk show; it goes round in this order with each step."""
+    """The tensors that the parameters of a chunk show; each step runs through this order."""
 
     MASTERS = auto()
-    """Between steps: what the optimizer steps and what everybody else sees."""
+    """Between steps: masters, which the optimizer steps and users see."""
     WORKING = auto()
     """In a step: working weights that must be made ready before they are used."""
     READY = auto()
-    """In a step: working weights that have the masters' values and are on the device, or on their way."""
+    """In a step: working weights with the masters' values, on the device or being copied to it."""
 
 
 class Working(Enum):
-    """How the working weights, or what they are fetched from, stand to the masters."""
+    """The state of the working weights, or of their host copy, relative to the masters."""
 
     STALE = auto()
-    """Masters were or may have been changed: they are made anew before they are used."""
+    """Masters were or may have been changed: the next use refreshes the weights."""
     AWAITED = auto()
-    """A step in the background makes them anew when it has stepped the masters."""
+    """A background step refreshes the weights after it has stepped the masters."""
     WANTED = auto()
-    """The same, and it fetches them to the device at once, because the next step has asked for them."""
+    """As AWAITED, and the background fetches them to the device, because the next forward asked for them."""
     FRESH = auto()
-    """They have the masters' values."""
+    """The weights have the masters' values."""
 
 
 class Residence(Enum):
-    """Whether the working weights have device memory, and how long."""
+    """The device memory of the working weights."""
 
     LASTING = auto()
-    """As long as the chunk's tier is not `streamed`."""
+    """Weights of a chunk that is not streamed; their memory stays."""
     FREED = auto()
-    """Streamed weights that are in host memory alone."""
+    """Streamed weights without device memory."""
     PASSING = auto()
-    """Streamed weights on the device, until nobody uses them."""
+    """Streamed weights on the device until their last user has finished."""
     HELD = auto()
-    """The same until the step is over, because something used them on its own, or may."""
+    """Streamed weights on the device until the step ends: a use outside of the module happened, or may."""
 
 
 @dataclass(slots=True, eq=False)
@@ -212,8 +211,8 @@ class _Buffers:
 
     Attributes:
         master: The tensor that the optimizer steps.
-        working: Device memory that forward and backward compute with; None where that is the master.
-        source: Host memory that `working` is fetched from, where that is streamed.
+        working: Device memory of the working weights; None if the master serves.
+        source: Host memory that `working` is fetched from, if it is streamed.
         views: The views of `working`, made while it had memory.
         event: The event of the last copy that wrote `working`.
     """
@@ -233,12 +232,12 @@ class LocalChunk(Chunk):
         name: The name in the plan.
         tier: The tier in the plan.
         segments: The parameters.
-        device: Memory and copies.
-        on_use: Called when a forward uses the chunk first.
+        device: The device that allocates and copies.
+        on_use: A function that is called when the chunk becomes ready for a use.
 
     Attributes:
         slots: The parameters that have working weights of their own.
-        users: Forwards and backwards that run with it now.
+        users: The number of forwards and backwards that use it now.
     """
 
     def __init__(
@@ -274,22 +273,22 @@ class LocalChunk(Chunk):
 
     @property
     def is_streamed(self) -> bool:
-        """True if its working weights are on the device only while they are used."""
+        """True if its working weights are on the device only during uses."""
         return self.tier is Tier.STREAMED
 
     @property
     def is_resident(self) -> bool:
-        """True if it is streamed, on the device now, and will be let go; the root's is there all along."""
+        """True if it is streamed and on the device until its last use; never for the root, which stays."""
         return self._residence is Residence.PASSING and self.name != ""
 
     @property
     def is_settled(self) -> bool:
-        """True if its working weights can be used from now until the step is over."""
+        """True if its working weights stay ready until the step ends."""
         return self._shown is Shown.READY and self.tier is not Tier.STREAMED
 
     @property
     def nbytes(self) -> int:
-        """Of the working weights."""
+        """The bytes of the working weights."""
         return sum(segment.numel * segment.working_dtype.itemsize for segment in self._segments)
 
     @property
@@ -298,21 +297,23 @@ class LocalChunk(Chunk):
         return [slot for slot in self.slots if slot.parameter.requires_grad]
 
     def move(self, tier: Tier) -> None:
-        """Place it otherwise, between two steps.
+        """Move the chunk to another tier, between two steps.
 
         Raises:
-            DeviceMemoryError: There is no room; it stays where it was.
+            DeviceMemoryError: There is no room; the chunk keeps its tier.
         """
         before = self.tier
-        for buffers in self._buffers:  # first of all, to make room
+        # Freed first, because old and new working weights may not fit together.
+        for buffers in self._buffers:
             buffers.working, buffers.source, buffers.views = None, None, []
         for slot in self.slots:
             slot.working = None
         try:
             self._place(tier)
         except DeviceMemoryError as error:
+            # The frames of the traceback hold buffers that were allocated before the error.
             failure = error.with_traceback(None)
-            failure.__context__ = None  # frames hold what was allocated before it
+            failure.__context__ = None
         else:
             self._move_gradients()
             return
@@ -320,7 +321,7 @@ class LocalChunk(Chunk):
         raise failure
 
     def _place(self, tier: Tier) -> None:
-        """Allocate everything, and only then let the parameters have it."""
+        """Allocate the buffers of a tier and fill them; the old ones stay in place if there is no room."""
         on_host = tier.steps_on_host
         before = {id(old.segment): old for old in self._buffers}
         made = []
@@ -336,8 +337,10 @@ class LocalChunk(Chunk):
                 buffers.views = segment.views(buffers.working)
                 if tier is Tier.STREAMED:
                     buffers.source = self._device.host_empty(segment.numel, segment.working_dtype)
+                    # The views above need memory when they are made, and keep their shapes without it.
                     self._device.release(buffers.working)
             made.append(buffers)
+        # Nothing below allocates on the device: an error above has changed no parameter.
         handles = {id(slot.parameter): slot.handles for slot in self.slots}
         self.tier, self._buffers, self.slots = tier, made, []
         for buffers in made:
@@ -353,6 +356,7 @@ class LocalChunk(Chunk):
         for parameter, template, view, working_view in zip(
             segment.parameters, segment.templates, views, working_views, strict=True
         ):
+            # Equal only where the chunk keeps its master buffer in the new tier.
             if parameter.data.data_ptr() != view.data_ptr() or parameter.device != view.device:
                 view.copy_(parameter.data)
             parameter.data = view
@@ -362,7 +366,7 @@ class LocalChunk(Chunk):
                 self.slots.append(slot)
 
     def _move_gradients(self) -> None:
-        """Gradients lie where the masters are."""
+        """Move the gradients to the memory of the masters."""
         for segment in self._segments:
             for parameter, template in zip(segment.parameters, segment.templates, strict=True):
                 gradient = parameter.grad
@@ -387,10 +391,11 @@ class LocalChunk(Chunk):
         if not self.has_working:
             return
         if self._pending is None:
-            # At the next use, because the user may change masters until then.
+            # Refreshed at the next use, because the user may change masters until then.
             self._working = Working.STALE
             return
-        self._make_new()
+        # Pending: the background thread calls, and uses on the main thread wait for its ticket.
+        self._refresh_working()
         with self._lock:
             before, self._working = self._working, Working.FRESH
         if before is Working.WANTED:
@@ -407,31 +412,34 @@ class LocalChunk(Chunk):
             guard_pending(self.masters.values(), self._touched)
 
     def finish(self) -> None:
-        """Wait for the optimizer, without having anything be used."""
+        """Wait for the optimizer; this is no use of the chunk."""
         unguard_pending(self.masters.values())
         self._wait()
 
     def _wait(self) -> None:
         if self._pending is not None:
             try:
-                self._pending()  # until then a refresh is the background's
+                self._pending()
             finally:
+                # Not earlier: until the ticket is finished, `refresh` must see that the background calls it.
                 self._pending = None
 
     def _touched(self) -> None:
-        """The user looks at a master that is being stepped, and may change it without our noticing."""
+        """Wait for a master that is being stepped, because the user accesses it between steps."""
         unguard_pending(self.masters.values())
         self._wait()
+        # The user has the plain tensor now, and may change it in ways that count no version.
         self._working = Working.STALE
         self._on_use(self)
 
     def distrust(self) -> None:
-        """Masters may have been changed in ways that leave no trace."""
+        """Refresh the weights before the next use, because masters may have changed without a new version."""
+        # A pending chunk was not accessed since its step, or `_touched` would have ended the wait.
         if self._pending is None:
             self._working = Working.STALE
 
     def begin(self) -> None:
-        """A step begins: the parameters show working weights, which whoever uses them makes ready first."""
+        """Begin a step: show working weights, behind a guard that makes them ready at the first use."""
         if self._pending is None and self._working is Working.FRESH and self._is_changed():
             self._working = Working.STALE
         unguard_pending(self.masters.values())
@@ -444,26 +452,28 @@ class LocalChunk(Chunk):
         return any(slot.parameter._version != slot.version for slot in self.slots)
 
     def _used_alone(self) -> None:
-        """Something uses a parameter, and its module is not running."""
+        """Make the weights ready for a use outside of the chunk's modules."""
+        # No hook tells when such a use ends.
         self.make_ready(hold=True)
 
     def make_ready(self, *, hold: bool = False) -> None:
-        """Let computing use the working weights.
+        """Make the working weights ready for compute.
 
         Args:
-            hold: True if they stay on the device until the step is over.
+            hold: True if they stay on the device until the step ends.
         """
         if self._shown is Shown.READY:
             return
         unguard_pending(self.masters.values())
         self._wait()
         if self._working is not Working.FRESH:
-            self._make_new()
+            self._refresh_working()
             self._working = Working.FRESH
         if self._residence is Residence.FREED:
             self._fetch()
         if hold:
             self.hold()
+        # The compute stream waits for the copies, so this thread can already launch kernels behind them.
         for buffers in self._buffers:
             if buffers.event is not None:
                 self._device.compute_waits(buffers.event)
@@ -471,36 +481,38 @@ class LocalChunk(Chunk):
         self._on_use(self)
 
     def hold(self) -> None:
-        """Stay on the device until the step is over."""
+        """Keep the weights on the device until the step ends."""
         if self._residence is Residence.PASSING:
             self._residence = Residence.HELD
 
     def prepare(self) -> None:
-        """Begin what `make_ready` would wait for, if that can be done without waiting."""
+        """Begin the refresh and the fetch that `make_ready` would wait for, if neither has to wait."""
+        # Under the lock: either the background sees WANTED and fetches, or this thread sees FRESH and does.
         with self._lock:
             if self._pending is not None and self._working is not Working.FRESH:
                 self._working = Working.WANTED if self.is_streamed else Working.AWAITED
                 return
         if self._working is not Working.FRESH:
-            self._make_new()
+            self._refresh_working()
             self._working = Working.FRESH
         if self._residence is Residence.FREED:
             self._fetch_if_it_fits()
 
-    def _make_new(self) -> None:
-        """Let working weights, or what they are fetched from, have the masters' values."""
-        # Guarded parameters tell their version, but each takes a call of Python for it.
+    def _refresh_working(self) -> None:
+        """Copy the masters' values to the working weights, or to the host memory they are fetched from."""
+        # Without guards, because a guarded parameter answers its version through a slower Python call.
         with torch.no_grad(), without_guards():
             for buffers in self._buffers:
-                self._make_new_buffers(buffers)
+                self._refresh_buffers(buffers)
             for slot in self.slots:
                 slot.version = slot.parameter._version
 
-    def _make_new_buffers(self, buffers: _Buffers) -> None:
+    def _refresh_buffers(self, buffers: _Buffers) -> None:
         if buffers.working is None:
             return
         if buffers.source is not None:
-            if buffers.event is not None:  # the last fetch still reads it, as far as this thread knows
+            # The last fetch may still read the source.
+            if buffers.event is not None:
                 self._device.host_waits(buffers.event)
             buffers.source.copy_(buffers.master)
             if self._residence is not Residence.FREED:
@@ -518,6 +530,7 @@ class LocalChunk(Chunk):
                     self._device.restore(buffers.working)
                     fetched.append(buffers)
         except DeviceMemoryError:
+            # All segments or none, because `_residence` describes the chunk.
             for buffers in fetched:
                 self._device.release(buffers.working)  # type: ignore[arg-type] # it was restored
             raise
@@ -526,11 +539,12 @@ class LocalChunk(Chunk):
         self._residence = Residence.PASSING
 
     def _fetch_if_it_fits(self) -> None:
-        with suppress(DeviceMemoryError):  # whoever needs it will ask again, and be told
+        # This fetch is ahead of its use; the use itself fetches again, and raises if there is still no room.
+        with suppress(DeviceMemoryError):
             self._fetch()
 
     def let_go(self) -> bool:
-        """Free the device memory of streamed weights that nobody uses now; whether there was some."""
+        """Free the device memory of streamed weights without users; return True if it was freed."""
         if self._residence is not Residence.PASSING or self.users:
             return False
         for buffers in self._buffers:
@@ -543,7 +557,7 @@ class LocalChunk(Chunk):
         return True
 
     def end(self) -> None:
-        """A step is over: the parameters show the masters, which nothing reads or writes any more."""
+        """End a step: show the masters, after all copies from them are complete."""
         self.users = 0
         if self._residence is Residence.HELD:
             self._residence = Residence.PASSING
@@ -554,17 +568,19 @@ class LocalChunk(Chunk):
             slot.parameter.data = slot.master
             slot.accumulator = None
         self._shown = Shown.MASTERS
-        if self._pending is not None:  # not used in this step, and the optimizer is still at it
+        # Unused in this step, so the optimizer may still step it.
+        if self._pending is not None:
             guard_pending(self.masters.values(), self._touched)
             return
         self.let_go()
+        # The optimizer is about to change the masters, or their host copy: no copy may still read them.
         for buffers in self._buffers:
             if buffers.event is not None:
                 self._device.host_waits(buffers.event)
                 buffers.event = None
 
     def _keep_changes(self) -> None:
-        """Working weights that the user has changed in place are the masters' new values."""
+        """Copy working weights that the user changed in place to the masters."""
         changed = [slot for slot in self.slots if slot.parameter._version != slot.version]
         if changed:
             self._working = Working.STALE

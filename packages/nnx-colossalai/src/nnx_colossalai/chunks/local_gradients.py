@@ -1,12 +1,11 @@
-"""How gradients get from a backward with working weights to the masters, at world size 1.
+"""Move gradients from a backward with working weights to the masters, at world size 1.
 
-Autograd accumulates into ``param.grad`` at the working dtype. Before it does, what is there already is put
-aside, so that nothing is ever added up in 16 bits. After it has, the gradient is taken: on the device it is
-converted, small ones a few at a time; for masters in host memory it travels at its own dtype on the copy lane
-and is converted there when it has arrived. At the end of the backward the masters get their gradients.
+Autograd accumulates into ``param.grad`` at the working dtype. Hooks put an earlier gradient aside before it
+does, so that no sum is computed in 16 bits. Hooks after it take the new gradient. On the device they convert
+it, several small ones together. For masters in host memory the copy lane sends it at its own dtype, and the
+host converts it. At the end of the backward the masters get their gradients.
 
-This file owns staging memory, and the hooks by which a step hears of gradients; it never decides when a
-backward has ended.
+This file owns the staging memory and the hooks on parameters; `local.Step` decides when a backward ends.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ _LARGE = 1 << 14
 
 
 @dataclass(slots=True, eq=False)
-class _Arriving:
-    """A gradient on its way to host memory.
+class _Transfer:
+    """A gradient that the copy lane sends to host memory.
 
     Attributes:
-        staging: The memory in which it arrives; None if it arrives where it stays.
+        staging: The staging memory; None if the copy writes the total itself.
     """
 
     slot: Slot
@@ -51,37 +50,39 @@ class Gradients:
     """Takes gradients at the working dtype and keeps totals for the masters.
 
     Args:
-        device: Memory and copies.
+        device: The device that allocates and copies.
     """
 
     def __init__(self, device: Device[Any]) -> None:
         self._device = device
         self.limit = 0
-        """Bytes that may be on their way before somebody waits."""
-        self._arriving: deque[_Arriving] = deque()
-        self._bytes_arriving = 0
+        """Bytes that may be in flight before `take` waits."""
+        self._transfers: deque[_Transfer] = deque()
+        self._bytes_in_flight = 0
         self._staging: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
         self._unconverted: dict[Slot, Tensor] = {}
         self._elements_unconverted = 0
 
     def put_aside(self, slot: Slot) -> None:
-        """Before autograd accumulates: what is in ``grad`` is a part of the total."""
+        """Add ``grad`` to the total before autograd accumulates into it."""
         parameter = slot.parameter
         kept = parameter.grad
         if kept is not None:
             if slot in self._unconverted:
                 self._convert()
             parameter.grad = None
-            if kept.dtype != slot.master.dtype:  # the user's, or of a backward that failed
+            # In the working dtype if the user has set it, or a failed backward has left it.
+            if kept.dtype != slot.master.dtype:
                 kept = kept.to(slot.master.dtype)
             slot.total = kept if slot.total is None else self._sum(slot, slot.total, kept)
 
     def take(self, slot: Slot) -> None:
-        """After autograd has accumulated: take the gradient, and free it as soon as it is where it goes."""
+        """Take the gradient after autograd has accumulated, and free it as soon as it is copied."""
         self.take_all((slot,))
 
     def take_all(self, slots: Iterable[Slot]) -> None:
-        """The same for several."""
+        """Take the gradients of several parameters."""
+        # Only a backward with create_graph has gradients enabled; others save the context manager.
         with torch.set_grad_enabled(False) if torch.is_grad_enabled() else nullcontext():
             for slot in slots:
                 gradient = slot.parameter.grad
@@ -105,7 +106,7 @@ class Gradients:
             slot.total = self._sum(slot, slot.total, gradient)
 
     def _convert(self) -> None:
-        """Make totals of the gradients that wait for it."""
+        """Convert the waiting gradients to totals."""
         waiting = self._unconverted
         self._unconverted, self._elements_unconverted = {}, 0
         with torch.no_grad():
@@ -115,10 +116,10 @@ class Gradients:
             slot.total = total
 
     def _new_together(self, slots: list[Slot]) -> list[Tensor]:
-        """Memory for totals on the device; small ones lie one after the other.
+        """Allocate totals on the device; small ones share memory.
 
-        Each large one has its own: what is freed in few large pieces goes back to the system, and coming by
-        it again in every step takes longer than the conversion.
+        Each large one has memory of its own. Fewer, larger blocks would be returned to the system when they
+        are freed, and allocating them again in every step takes longer than the conversion.
         """
         small: dict[torch.dtype, int] = {}
         offsets = {}
@@ -139,7 +140,8 @@ class Gradients:
         ]
 
     def _take_unusual(self, slot: Slot, gradient: Tensor) -> None:
-        """One that is sparse, or itself to be differentiated: without staging."""
+        """Take a sparse gradient, or one with a graph, without staging."""
+        # The lane may still write this slot's total.
         self._drain()
         with torch.enable_grad():
             moved = gradient.to(slot.master.device, slot.master.dtype)
@@ -148,7 +150,7 @@ class Gradients:
     def _sum(self, slot: Slot, total: Tensor, gradient: Tensor) -> Tensor:
         if total.layout is not torch.strided or total.requires_grad or gradient.requires_grad:
             return total + gradient.to(total.device, total.dtype)
-        # Converted first, then added: adding across dtypes in place is several times slower.
+        # Converted first, because an in-place addition across dtypes is several times slower.
         return total.add_(gradient.to(total.device, total.dtype))
 
     def _new(self, slot: Slot) -> Tensor:
@@ -159,8 +161,9 @@ class Gradients:
     def _send(self, slot: Slot, gradient: Tensor) -> None:
         numel, dtype = gradient.numel(), gradient.dtype
         nbytes = numel * gradient.element_size()
-        while self._arriving and self._bytes_arriving + nbytes > self.limit:
+        while self._transfers and self._bytes_in_flight + nbytes > self.limit:
             self._receive()
+        # The first gradient in the master's dtype becomes the total; others need a conversion or a sum.
         if dtype == slot.master.dtype and slot.total is None:
             slot.total = target = _on_host(slot, self._device.host_empty)
             staging = None
@@ -169,44 +172,46 @@ class Gradients:
             staging = free.pop() if free else self._device.host_empty(numel, dtype)
             target = view_like(staging, slot.template)
         event = self._device.copy(target, gradient)
-        self._arriving.append(_Arriving(slot, target, staging, event, nbytes))
-        self._bytes_arriving += nbytes
+        self._transfers.append(_Transfer(slot, target, staging, event, nbytes))
+        self._bytes_in_flight += nbytes
 
     def _receive(self) -> None:
-        """Wait for the oldest gradient on its way, and add it to its total."""
-        arriving = self._arriving.popleft()
-        self._bytes_arriving -= arriving.nbytes
-        self._device.host_waits(arriving.event)
-        if arriving.staging is None:
+        """Wait for the oldest transfer, and add it to its total."""
+        transfer = self._transfers.popleft()
+        self._bytes_in_flight -= transfer.nbytes
+        self._device.host_waits(transfer.event)
+        if transfer.staging is None:
             return
-        slot = arriving.slot
+        slot = transfer.slot
         with torch.no_grad():
             if slot.total is None:
                 slot.total = self._new(slot)
-                slot.total.copy_(arriving.target)
+                slot.total.copy_(transfer.target)
             else:
-                slot.total = self._sum(slot, slot.total, arriving.target)
-        self._staging[arriving.staging.numel(), arriving.staging.dtype].append(arriving.staging)
+                slot.total = self._sum(slot, slot.total, transfer.target)
+        # Free only now: until the event the lane writes it, and until the sum is done the host reads it.
+        self._staging[transfer.staging.numel(), transfer.staging.dtype].append(transfer.staging)
 
     def _drain(self) -> None:
-        while self._arriving:
+        while self._transfers:
             self._receive()
 
     def finish(self) -> None:
-        """Wait for all that is on its way: totals are complete then."""
+        """Wait until all totals are complete."""
         if self._unconverted:
             self._convert()
         self._drain()
 
     def forget_staging(self) -> None:
-        """Free what the next backward would use again."""
+        """Free the staging memory, which backwards otherwise reuse."""
         self._drain()
         self._staging.clear()
 
     def give(self, slot: Slot) -> None:
-        """Let the parameter, whose data is the master by now, have its total as its gradient."""
+        """Set the total as the parameter's gradient; the parameter shows its master."""
         parameter, master = slot.parameter, slot.master
-        given = parameter.grad  # by the user, to the working weights, unless it was there before the step
+        # No gradient of autograd's, those are taken: the user has set it in the step, or it was there before.
+        given = parameter.grad
         if given is not None and (given.dtype != master.dtype or given.device != master.device):
             given = given.to(master.device, master.dtype)
             parameter.grad = None
@@ -217,8 +222,9 @@ class Gradients:
             parameter.grad, slot.total = slot.total, None
 
     def put_back(self, slot: Slot) -> None:
-        """Let the parameter have its total beside its working weights, where it may be set to None."""
+        """Set the total as the gradient while the parameter shows working weights."""
         if slot.total is not None:
+            # torch refuses a gradient of another dtype than the data, so show the master for the assignment.
             with without_guards():
                 slot.parameter.data = slot.master
                 self.give(slot)
@@ -226,45 +232,43 @@ class Gradients:
 
 
 def _on_host(slot: Slot, allocate: Callable[[int, torch.dtype], Tensor]) -> Tensor:
-    """Memory for a total: that of the last one, as making host memory known to a driver takes long.
+    """Return host memory for a total, reused from the last step because pinning memory is slow.
 
     Args:
         slot: The parameter.
-        allocate: Allocates flat memory where there is none, or somebody still holds the last gradient.
+        allocate: A function that allocates flat memory, for the first total or while the last is still held.
     """
     if slot.memory is None or not has_memory_alone(slot.memory):
         slot.memory = allocate(slot.numel, slot.dtype)
-    # Of a tensor of its own: what the user does to one gradient is not recorded for the next.
+    # A tensor of its own, so that version counter and graph of one gradient do not reach the next.
     return slot.memory.detach().as_strided(*slot.geometry)
 
 
-# How a step hears of gradients: of each by itself, or of a chunk's small ones with the last of them.
+# Hooks on parameters: one call for each gradient, or one for all small gradients of a chunk.
 #
-# A call of Python between two kernels finds nothing of its own in the caches, and costs about as much as a
-# small kernel. So a chunk whose masters lie on the device learns which of its small parameters gets its
-# gradient last. From the next backward on the hooks of its others are off while the backward runs; what has
-# arrived is converted when the last one comes, or at the end where the order was another one. Every parameter
-# has its hook when a backward begins, and whatever is called first takes the others off: no backward goes
-# unnoticed.
+# A Python call between two kernels costs about as much as a small kernel. So a chunk with masters on the
+# device learns which of its small parameters gets its gradient last. Later backwards silence the hooks of the
+# others, and convert their gradients together with the last one, or at the end if the order has changed.
+# Every parameter has its hook when a backward begins, and the first hook that is called silences the others,
+# so that every backward is noticed.
 #
-# Two gradients of one parameter in one backward must not be added up at the working dtype. Where backwards
-# run inside of each other, or a forward inside of a backward, which may begin one, every parameter keeps its
-# hook for good. One case escapes: a backward inside of another one that runs no forward, was not there when
-# the order was learned, and reaches a small parameter twice.
+# Two gradients of one parameter in one backward must not be added in the working dtype. Nested backwards, and
+# forwards inside of a backward, which may start one, end the grouping for good. One case escapes: a nested
+# backward that runs no forward, was absent when the order was learned, and reaches a small parameter twice.
 
 
 _SMALL = 1 << 20
-"""Elements up to which a gradient may wait at its working dtype for others; larger ones are worth a call."""
+"""Elements up to which a gradient waits for others of its chunk; larger ones have a call of their own."""
 
 
 class Listener:
     """Hooks on the parameters of chunks.
 
     Args:
-        gradients: The gradients' destination.
-        is_active: True if a step is under way.
-        notice: Called in one when a gradient is about to arrive, or has.
-        arrived: Called with what was heard of, when it has been taken.
+        gradients: The object that collects gradients for the masters.
+        is_active: A function that returns True while a step is under way.
+        notice: A function for each gradient that autograd is about to accumulate, or has accumulated.
+        complete: A function for each gradient that was taken.
     """
 
     def __init__(
@@ -272,21 +276,22 @@ class Listener:
         gradients: Gradients,
         is_active: Callable[[], bool],
         notice: Callable[[], None],
-        arrived: Callable[[LocalChunk, Slot], None],
+        complete: Callable[[LocalChunk, Slot], None],
     ) -> None:
         self._gradients, self._is_active = gradients, is_active
-        self._notice, self._arrived = notice, arrived
+        self._notice, self._complete = notice, complete
         self._last: dict[LocalChunk, Slot] = {}
-        self._heard: set[Slot] = set()
+        self._seen: set[Slot] = set()
         self._together: dict[LocalChunk, list[Slot]] = {}
         self._silenced = Silenced(())
         self._may_group = True
 
     def listen(self, chunk: LocalChunk) -> None:
-        """Take the gradients of parameters that are trained, after whoever else looks at them."""
+        """Hook the trained parameters of a chunk, after all hooks of the user."""
         for slot in chunk.slots:
             parameter = slot.parameter
             if slot.handles:
+                # The hook takes the gradient away: hooks that the user added since must still find it.
                 make_last(slot.handles[0])
             elif parameter.requires_grad:
                 after = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -297,14 +302,14 @@ class Listener:
                 self.listen_before(slot)
 
     def listen_before(self, slot: Slot) -> None:
-        """Where a gradient is there already: put it aside before another comes."""
+        """Hook a parameter that has a gradient, to put it aside before autograd adds to it."""
         parameter = slot.parameter
         if len(slot.handles) == 1 and parameter.requires_grad and parameter.grad is not None:
             before = parameter.register_hook(lambda _: self._before(slot))  # type: ignore[no-untyped-call]
             slot.handles = (*slot.handles, before)
 
     def stop(self, chunks: Iterable[LocalChunk]) -> None:
-        """Remove all hooks, and hold on to nothing of the chunks."""
+        """Remove all hooks, and drop all references to the chunks."""
         self.end_backward()
         for chunk in chunks:
             for slot in chunk.slots:
@@ -312,7 +317,7 @@ class Listener:
                     handle.remove()
                 slot.handles = ()
         self._last.clear()
-        self._heard.clear()
+        self._seen.clear()
 
     def _before(self, slot: Slot) -> None:
         if self._is_active():
@@ -324,25 +329,27 @@ class Listener:
             return
         if chunk in self._together and self._last[chunk] is slot:
             self._gradients.take_all(self._together[chunk])
-        # Before the hooks of others are taken off, and gradients that are there are put aside.
+        # Before `notice`, whose `begin_backward` puts every waiting slot's gradient aside as an earlier one.
         self._gradients.take(slot)
         self._notice()
         if chunk not in self._together:
             self._learn(chunk, slot)
-        self._arrived(chunk, slot)
+        self._complete(chunk, slot)
 
     def _learn(self, chunk: LocalChunk, slot: Slot) -> None:
-        if slot in self._heard:
-            self.stay_apart()
+        # The second gradient of one parameter in one backward: grouped, both would be added in 16 bits.
+        if slot in self._seen:
+            self.stop_grouping()
             return
-        self._heard.add(slot)
+        self._seen.add(slot)
         if self._may_group and _may_wait(slot):
             self._last[chunk] = slot
 
     def begin_backward(self) -> None:
-        """Take the hooks off parameters whose gradients another one's will tell of."""
-        self.end_backward()  # of one that failed
-        self._heard.clear()
+        """Silence the hooks of parameters whose gradients wait for the last one of their chunk."""
+        # An earlier backward may have failed, and left its hooks silenced.
+        self.end_backward()
+        self._seen.clear()
         if not self._may_group or torch.is_grad_enabled():
             return
         for chunk, last in self._last.items():
@@ -359,7 +366,7 @@ class Listener:
         self._silenced = Silenced(handle for slot in waiting for handle in slot.handles)
 
     def end_backward(self) -> bool:
-        """Put them back, and take what has come after the last one; whether there was any."""
+        """Restore the hooks and take gradients that came after the last one; return True if any did."""
         self._silenced.end()
         together, self._together = self._together, {}
         is_late = False
@@ -368,11 +375,12 @@ class Listener:
             if late:
                 self._gradients.take_all(late)
                 is_late = True
-                del self._last[chunk]  # the next backward shows which one is the last now
+                # The next backward learns which parameter is the last now.
+                del self._last[chunk]
         return is_late
 
-    def stay_apart(self) -> None:
-        """Hear of every gradient from now on."""
+    def stop_grouping(self) -> None:
+        """Call a hook for every gradient from now on."""
         self._may_group = False
         self.end_backward()
         self._last.clear()

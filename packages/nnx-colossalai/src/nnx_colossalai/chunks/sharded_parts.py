@@ -1,7 +1,7 @@
-"""Parts of sharded tensors that user code may look at, and parameters that FSDP2 cannot shard.
+"""Hold the memory of FSDP2 units, and cast parameters that FSDP2 cannot shard.
 
-Of the latter every rank holds the whole. In a step the modules have a copy in the working dtype in their
-place, cast within autograd: gradients arrive at the masters, in the masters' dtype, by themselves.
+Every rank holds a full replica of a parameter that cannot be sharded. In a step the modules have a copy in
+the working dtype instead. Autograd records the cast, so gradients reach the masters in the masters' dtype.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from nnx_core._torch_compat import when_backward_ends
 
 
 class CastParameters:
-    """Shows modules their plain float32 parameters in another dtype for a while.
+    """Shows modules their unsharded float32 parameters in another dtype for a while.
 
     Args:
-        modules: With parameters that are sharded, which are left alone, and such that are not.
-        dtype: Shown; None: nothing is.
+        modules: The modules of the model; their sharded parameters are left alone.
+        dtype: The dtype to show; None disables the casts.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -57,23 +57,25 @@ class CastParameters:
             ]
         self._handles: list[RemovableHandle] = []
         owners: list[Any] = list(dict.fromkeys(module for module, _, _ in self._places))
+        # A state dict must hold the masters, and must load into them.
         for module in owners:
             self._handles.append(module.register_state_dict_pre_hook(lambda *_: self.hide()))
             self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: self.hide()))
 
     def show(self) -> None:
-        """Show the working copies, made of what the masters are now."""
+        """Show working copies of the masters' present values."""
         if self._are_shown or not self._places:
             return
         self._are_shown = True
-        casts: dict[nn.Parameter, Tensor] = {}  # one for all modules that share a parameter
+        # One cast for all modules that share a parameter.
+        casts: dict[nn.Parameter, Tensor] = {}
         for module, name, parameter in self._places:
             if parameter not in casts:
                 casts[parameter] = parameter.to(self._dtype)
             cast(dict[str, Any], module._parameters)[name] = casts[parameter]
 
     def hide(self) -> None:
-        """Give the modules the masters back."""
+        """Show the masters again."""
         self._is_queued = False
         if self._are_shown:
             self._are_shown = False
@@ -81,30 +83,30 @@ class CastParameters:
                 module._parameters[name] = parameter
 
     def remove(self) -> None:
-        """Never show them again."""
+        """Show the masters for good."""
         self.hide()
         for handle in self._handles:
             handle.remove()
         self._handles, self._places = [], []
 
     def when_backward_has_ended(self) -> None:
-        """Within a backward: hide them at its end."""
+        """Hide the copies at the end of the running backward."""
         if self._are_shown and not self._is_queued:
             self._is_queued = True
             when_backward_ends(self.hide)
 
 
-# The memory of one FSDP2 unit: its masters, and beside them, where they differ, what is gathered.
+# The memory of one FSDP2 unit: its masters, and a working copy if FSDP2 gathers from other memory.
 #
-# A `ShardedSegment` is the parameters of one dtype. Its masters are one flat buffer, which the DTensors of
-# the module and the optimizers are views of. Gathered are the masters themselves where they lie on the
-# device, and a copy in the working dtype where they lie in host memory.
+# A `ShardedSegment` holds the parameters of one dtype. Its masters are one flat buffer; the DTensors of the
+# module and the optimizers are views of it. FSDP2 gathers masters on the device directly, and masters in host
+# memory through a copy in the working dtype.
 
 
 def sharded_segments(
     gathered: Iterable[Gathered], device: Device[Any], working_dtype: torch.dtype | None
 ) -> list[ShardedSegment]:
-    """The parameters of a unit by their dtype, in FSDP2's order."""
+    """Return the parameters of a unit by dtype, in FSDP2's order."""
     by_dtype: dict[torch.dtype, list[ShardedParameter]] = defaultdict(list)
     for group in gathered:
         for parameter in group.parameters:
@@ -121,8 +123,8 @@ class ShardedSegment:
     """Parameters of one dtype.
 
     Args:
-        parameters: The parameters as FSDP2 holds them; none is laid out yet.
-        device: Memory and copies.
+        parameters: FSDP2's parameters.
+        device: The device that allocates and copies.
         working_dtype: The dtype that forward and backward compute with.
     """
 
@@ -139,39 +141,37 @@ class ShardedSegment:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What the module and the optimizers hold."""
+        """The parameter objects of the module and the optimizers."""
         return [parameter.parameter for parameter in self._parameters]
 
     @property
     def version(self) -> int:
-        """Changes with every change of the masters, through a parameter or by its part.
-
-        What is done to a DTensor counts there only, what is done to this rank's part only in the buffer.
-        """
+        """A number that changes with every in-place change of the masters."""
+        # A change through a DTensor counts in the DTensor only, a change of a local shard in the buffer only.
         return self._masters._version + sum(parameter._version for parameter in self.parameters)
 
     @property
     def is_copied(self) -> bool:
-        """True if what is gathered is what the masters are."""
+        """True if the working copy has the masters' values, or none is needed."""
         return self._working is None or self._copied_version == self.version
 
     @property
     def gathered_bytes(self) -> int:
-        """Of this rank's part of what is gathered."""
+        """The bytes of the local shards that FSDP2 gathers from."""
         gathered = self._masters if self._working is None else self._working
         return gathered.numel() * gathered.element_size()
 
     @property
     def complete_bytes(self) -> int:
-        """Of all ranks' parts in the working dtype: what the device holds while they are computed with."""
+        """The bytes of the gathered weights on the device."""
         return self._world_size * self._masters.numel() * self._working_dtype.itemsize
 
     @torch.no_grad()
     def place(self, tier: Tier) -> dict[nn.Parameter, nn.Parameter]:
-        """Put masters, and what is gathered, where the tier says.
+        """Move the masters and the working copy to the memory of a tier.
 
         Returns:
-            For each parameter that had to be replaced, what took its place.
+            The new parameter of each replaced one.
         """
         replaced = {}
         if not self._is_laid_out or tier.steps_on_host != self._on_host:
@@ -209,19 +209,21 @@ class ShardedSegment:
     def _new_working(self, tier: Tier) -> Tensor | None:
         if tier is Tier.OFFLOADED:
             return self._device.empty(self._masters.numel(), self._working_dtype)
+        # Equal dtypes need no copy: FSDP2 reads the masters from host memory at each gather.
         if tier is Tier.STREAMED and self._working_dtype != self._masters.dtype:
             return self._device.host_empty(self._masters.numel(), self._working_dtype)
         return None
 
     @torch.no_grad()
     def copy(self, tier: Tier) -> Any:
-        """Make what is gathered equal to the masters.
+        """Copy the masters to the working copy.
 
         Returns:
-            What to wait for; None: nothing.
+            The event to wait for; None if the copy is complete.
         """
         if self._working is None:
             return None
+        # Before the copy: a change during it makes the copy stale.
         self._copied_version = self.version
         if tier is Tier.OFFLOADED:
             return self._device.copy(self._working, self._masters)
@@ -229,7 +231,7 @@ class ShardedSegment:
         return None
 
     def let_go(self) -> None:
-        """When FSDP2 is off the module: hold no memory, whoever still holds this or FSDP2's objects."""
+        """Drop all memory after FSDP2 has left the module, even if references to this object remain."""
         self._masters, self._working = torch.empty(0), None
         for parameter in self._parameters:
             parameter.let_go()

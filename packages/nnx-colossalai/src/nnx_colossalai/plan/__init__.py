@@ -1,1 +1,1 @@
-"""Where every chunk lies: sizes, budgets, speeds, and the plan made of them."""
+"""Plan the tier of every chunk from sizes, budgets and rates."""

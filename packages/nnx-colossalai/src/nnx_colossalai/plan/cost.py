@@ -1,11 +1,10 @@
-"""What a placement costs in memory: bytes of one rank on device and host, moment by moment over a step.
+"""Predict the memory of a placement: bytes of one rank on device and host at every moment of a step.
 
-Owns the formulas of memory, for the tables, the drawing and the planner alike; never decides anything, and
-knows nothing of time (`nnx_colossalai.plan.schedule`).
+The tables, the drawing and the planner share these formulas. `nnx_colossalai.plan.schedule` predicts time.
 
-A step is a row of moments: the forward of every group in order, their backward in reverse, and the step of
-the optimizer. A group is *in use* while its module runs: a group ``""`` or ``"encoder"`` is in use while the
-groups inside it (``"encoder.0"``) run too.
+A step is a sequence of moments: the forward of every group in order, the backwards in reverse, and the
+optimizer step. A group is *in use* while its module runs: a group ``""`` or ``"encoder"`` is also in use
+while inner groups (``"encoder.0"``) run.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ _TIERS = tuple(Tier)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes of one rank that one group takes in one tier.
+    """The bytes of one group in one tier on one rank.
 
-    Those that stay (`weights` to `host_optimizer`) are there all the time, gradients from the backward of the
-    group on, or from the start where ``ModelSpec.gradients_in_forward``. The others come and go.
+    Lasting bytes (`weights` to `host_optimizer`) are always there; gradients start with the group's backward,
+    or are there in the forward too if ``ModelSpec.gradients_in_forward``. The others are temporary.
 
     Attributes:
-        weights: Working weights on the device, or masters that are the working weights.
-        masters: Masters on the device beside the working weights.
-        gradients: On the device, as the optimizer reads them.
-        optimizer: State of the optimizer on the device.
-        host_weights: Working weights in host memory.
-        host_masters: Masters in host memory.
+        weights: The working weights on the device, or masters that serve as working weights.
+        masters: The masters on the device beside the working weights.
+        gradients: The gradients on the device, as the optimizer reads them.
+        optimizer: The optimizer state on the device.
+        host_weights: The working weights in host memory.
+        host_masters: The masters in host memory.
         host_gradients: The gradients in host memory, as the optimizer reads them.
-        host_optimizer: State of the optimizer in host memory.
-        in_use: Complete weights on the device while the group is in use, beside `weights`.
+        host_optimizer: The optimizer state in host memory.
+        in_use: The full weights on the device while the group is in use, besides `weights`.
         kept: True if `in_use` stays from the forward to the end of the backward.
-        arriving: Buffers that a copy or all-gather fills while the group before it is in use.
-        unpacking: The bytes that are still there when the use begins.
-        backward: Gradients of working dtype and buffers to reduce them, while its backward runs.
-        leaving: The bytes that may outlast it: above one rank while the next backward runs, at one rank
-            until they are copied; all groups together have at most twice the largest group's weights then.
-        host_staging: Host memory for a conversion or a copy under way; two chunks at most have one.
+        arriving: The buffers that a copy or all-gather fills while the group before it is in use.
+        unpacking: The buffers that are still alive when the use begins.
+        backward: The gradients of working dtype and their reduction buffers during the backward.
+        leaving: The bytes that may outlast the backward: above one rank during the next backward, at one
+            rank until they are copied. At one rank all groups have at most twice the largest group's weights.
+        host_staging: The host memory of a conversion or a copy; at most two chunks have one at a time.
     """
 
     weights: int = 0
@@ -65,21 +64,21 @@ class Footprint:
 
     @property
     def device(self) -> int:
-        """Bytes that stay on the device, without gradients."""
+        """The lasting bytes on the device, without gradients."""
         return self.weights + self.masters + self.optimizer
 
     @property
     def host(self) -> int:
-        """Bytes that stay in host memory."""
+        """The lasting bytes in host memory."""
         return self.host_weights + self.host_masters + self.host_gradients + self.host_optimizer
 
 
 def footprint(spec: ModelSpec, group: Group, tier: Tier) -> Footprint:
-    """Bytes of one rank that a group takes in a tier.
+    """Return the bytes of a group in a tier on one rank.
 
-    With ``n`` elements of which ``t`` are trained, ``w``, ``m``, ``g``, ``o`` bytes per element of working
-    weights, masters, gradients and state, and ``N``, ``T`` the parts of one rank (``n``, ``t`` divided by the
-    ranks, rounded up):
+    A group has ``n`` elements, of which ``t`` are trained. One element has ``w``, ``m``, ``g``, ``o`` bytes
+    of working weights, masters, gradients and state. One rank's shard has ``N``, ``T`` elements (``n``, ``t``
+    divided by the ranks, rounded up):
 
     ========= =================================== ====================================
     tier      stays on the device                 stays in host memory
@@ -90,14 +89,14 @@ def footprint(spec: ModelSpec, group: Group, tier: Tier) -> Footprint:
     streamed  nothing                             ``N*w + N*m + T*(g + o)``
     ========= =================================== ====================================
 
-    At one rank the first two hold ``n*w`` working weights more where they are not the masters themselves;
-    above one rank streamed weights that would be equal to the masters are read from them, without ``N*w``.
-    What comes and goes at one rank: a streamed group's ``n*w`` while it arrives and is in use; in its
-    backward ``t*w`` gradients where they are not the optimizer's own, and as many that leave for the host.
-    Above one rank: ``n*w`` complete weights in use and ``n*w`` in the flat buffer that they are gathered
-    into (``N*w`` more where they come from the host); in the backward ``t*w`` complete gradients and the
-    ``t*g`` of the flat buffer that is reduced, which is freed after the next one, with ``T*g`` of its result
-    where that goes to the host.
+    At one rank the first two tiers hold ``n*w`` more working weights, unless the masters serve. Above one
+    rank streamed weights of the masters' dtype are read from the masters, without ``N*w``.
+
+    Temporary bytes at one rank: a streamed group has ``n*w`` while it is fetched and in use. Its backward has
+    ``t*w`` gradients, unless the optimizer reads them directly, and as many in transfer to the host. Above
+    one rank: a group has ``n*w`` full weights in use and ``n*w`` in the all-gather buffer (``N*w`` more if
+    they come from the host). Its backward has ``t*w`` full gradients and ``t*g`` in the reduction buffer,
+    which is freed after the next one, with ``T*g`` of its result if that goes to the host.
 
     Example:
         >>> group = Group(name="layer", numel=1000, trainable=1000)
@@ -130,9 +129,10 @@ def footprint(spec: ModelSpec, group: Group, tier: Tier) -> Footprint:
 
 
 def _local(spec: ModelSpec, group: Group, tier: Tier, stays: Footprint) -> Footprint:
-    """Add what comes and goes at one rank."""
+    """Add the temporary bytes at one rank."""
     complete, gradients = group.numel * spec.working_bytes, group.trainable * spec.working_bytes
     streamed = complete if tier is Tier.STREAMED else 0
+    # The optimizer reads autograd's gradients themselves, which `gradients` counts.
     if not tier.steps_on_host and spec.gradient_bytes == spec.working_bytes:
         gradients = 0
     return replace(
@@ -145,7 +145,7 @@ def _local(spec: ModelSpec, group: Group, tier: Tier, stays: Footprint) -> Footp
 
 
 def _distributed(spec: ModelSpec, group: Group, tier: Tier, stays: Footprint) -> Footprint:
-    """Add what comes and goes above one rank."""
+    """Add the temporary bytes above one rank."""
     complete = group.numel * spec.working_bytes
     from_host = _share(group.numel, spec.world_size) * spec.working_bytes if tier is Tier.STREAMED else 0
     reduced = _share(group.trainable, spec.world_size) * spec.gradient_bytes if tier.steps_on_host else 0
@@ -167,20 +167,20 @@ def _share(numel: int, world_size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Memory of one rank at one moment of a step, by kind, in bytes.
+    """The memory of one rank at one moment of a step, by kind, in bytes.
 
     Attributes:
-        phase: Forward, backward, or the optimizer's step.
-        group: Name of the group whose forward or backward runs; ``""`` in the step too.
-        weights: Working weights that stay on the device.
-        masters: Masters that stay on the device beside them.
-        gradients: The gradients as the optimizer reads them, and those on their way to that.
-        optimizer: State of the optimizer.
-        gathered: Complete weights on the device only while they are used.
-        staging: Buffers of copies and collectives under way.
-        activations: The bytes that forwards have kept for their backwards.
-        other: The bytes that the device holds besides.
-        host: All of host memory.
+        phase: Forward, backward, or the optimizer step.
+        group: The name of the group whose forward or backward runs; ``""`` in the step too.
+        weights: The lasting working weights on the device.
+        masters: The masters on the device beside them.
+        gradients: The gradients that the optimizer reads, and those that backward has not converted yet.
+        optimizer: The optimizer state.
+        gathered: The full weights that are on the device only for their uses.
+        staging: The buffers of running copies and collectives.
+        activations: The bytes that forwards have saved for their backwards.
+        other: The other bytes on the device.
+        host: The bytes of host memory.
     """
 
     phase: Phase
@@ -197,12 +197,12 @@ class Moment:
 
     @property
     def device(self) -> int:
-        """All of device memory."""
+        """The bytes of device memory."""
         return sum(self.by_kind.values())
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """Device memory by kind, in the order in which it is drawn."""
+        """The device memory by kind, in the order of the drawing."""
         return {
             "weights": self.weights,
             "masters": self.masters,
@@ -217,10 +217,10 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of one rank over one step.
+    """The memory of one rank over one step.
 
     Attributes:
-        timeline: Every group's forward in order, every group's backward in reverse, the optimizer's step.
+        timeline: The moments: forwards of all groups in order, backwards in reverse, the optimizer step.
     """
 
     timeline: tuple[Moment, ...]
@@ -232,7 +232,7 @@ class Memory:
 
     @property
     def device(self) -> int:
-        """The most device memory of any moment."""
+        """Return the peak of device memory."""
         return self.peak.device
 
     @property
@@ -242,7 +242,7 @@ class Memory:
 
 
 def memory(spec: ModelSpec, placement: Placement) -> Memory:
-    """Memory of one rank over one step under a placement.
+    """Return the memory of one rank over one step under a placement.
 
     Args:
         spec: The model.
@@ -257,14 +257,14 @@ def memory(spec: ModelSpec, placement: Placement) -> Memory:
 
 
 class MemoryModel:
-    """Memory of any placement of one model, quickly: what does not depend on the placement is known before.
+    """Predicts the memory of any placement of one model; figures of the model are computed once.
 
     Args:
         spec: The model.
 
     Attributes:
         footprints: The footprints of every group, by tier.
-        uses: The first and last place in the order at which each group is in use.
+        uses: The indices of the first and the last moment at which each group is in use.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -279,29 +279,30 @@ class MemoryModel:
         self._last = [[j for j, use in enumerate(self.uses) if use[1] == at] for at in places]
 
     def device_peak(self, tiers: Sequence[Tier]) -> int:
-        """The most device memory of any moment."""
+        """Return the peak of device memory."""
         prints = self._prints(tiers)
         stays = sum(one.device for one in prints) + self.spec.other_device_bytes
         return stays + max(sum(parts) for _, _, parts in self._moments(prints))
 
     def fits(self, tiers: Sequence[Tier], resources: RankResources) -> bool:
-        """Return True if both peaks are within their budgets; what stays is looked at before any moment."""
+        """Return True if both peaks are within their budgets."""
         prints = self._prints(tiers)
+        # The optimizer step has all lasting bytes and gradients: a cheap test that refuses most placements.
         stays = sum(one.weights + one.masters + one.optimizer + one.gradients for one in prints)
         if stays + self.spec.other_device_bytes > resources.device_bytes:
-            return False  # gradients are all there in the step
+            return False
         return (
             self.host_peak(tiers) <= resources.host_bytes
             and self.device_peak(tiers) <= resources.device_bytes
         )
 
     def host_peak(self, tiers: Sequence[Tier]) -> int:
-        """The most host memory of any moment: everything that stays, and two chunks' staging."""
+        """Return the peak of host memory: all lasting bytes, and the staging of two chunks."""
         prints = self._prints(tiers)
         return sum(one.host for one in prints) + sum(sorted(one.host_staging for one in prints)[-2:])
 
     def memory(self, tiers: Sequence[Tier]) -> Memory:
-        """Every moment, by kind.
+        """Return the memory of every moment, by kind.
 
         Args:
             tiers: The tiers of all groups, in their order.
@@ -332,7 +333,7 @@ class MemoryModel:
         return [by_tier[tier] for by_tier, tier in zip(self.footprints, tiers, strict=True)]
 
     def _moments(self, prints: list[Footprint]) -> list[tuple[Phase, int, tuple[int, int, int, int]]]:
-        """Gathered, staging, gradients and activations at every moment."""
+        """Return gathered, staging, gradients and activations at every moment."""
         count = len(prints)
         always = self.spec.gradients_in_forward
         gradients = sum(one.gradients for one in prints) if always else 0
@@ -343,6 +344,7 @@ class MemoryModel:
             gathered = kept + sum(prints[j].in_use for j in self._using[at] if not prints[j].kept)
             now = sum(prints[j].in_use for j in self._first[at] if prints[j].kept)
             staging = sum(prints[j].unpacking for j in self._first[at])
+            # The next group is fetched or gathered while this one computes.
             if at + 1 < count:
                 staging += sum(prints[j].arriving for j in self._first[at + 1])
             moments.append(("forward", at, (gathered + now, staging, gradients, activations)))
@@ -363,18 +365,19 @@ class MemoryModel:
         return moments
 
     def _moving(self, prints: list[Footprint], at: int, under_way: int) -> tuple[int, int]:
-        """Gradients and their buffers during the backward of a place, and of those what outlasts it."""
+        """Return the temporary gradient bytes during one backward, and the bytes of them that outlast it."""
         backward = sum(prints[j].backward for j in self._using[at])
         ended = sum(prints[j].leaving for j in self._first[at])
         if self.spec.world_size > 1:
             return under_way + backward, ended
         sent = sum(prints[j].leaving for j in self._using[at])
+        # `local_gradients.Gradients.limit` bounds the bytes in transfer to the host.
         most = 2 * self.spec.working_bytes * max(group.numel for group in self.spec.groups)
         return backward - sent + min(most, under_way + sent), min(most, under_way + ended)
 
 
 def _use(spec: ModelSpec, index: int) -> tuple[int, int]:
-    """First and last place at which a group is in use: its own, and those of the groups inside its module."""
+    """Return the first and the last index at which a group is in use: its own, and those of inner groups."""
     name = spec.groups[index].name
     inside = [
         at

@@ -1,7 +1,7 @@
-"""Plans as documents: JSON that people read and edit, checked against the model that it is used for.
+"""Save and load plans as JSON that people read and edit, and show them as tables.
 
-Only the name and the tier of every chunk decide anything. Sizes and predictions are there to be read; who
-edits tiers need not touch them, since they are computed anew when the plan is used.
+Only the name and the tier of every chunk matter. Sizes and predictions are information for the reader; they
+are computed again when the plan is used. Loading checks a plan against its model.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _TIERS = ", ".join(tier.value for tier in Tier)
 
 @dataclass(frozen=True, slots=True)
 class PlanDocument:
-    """A plan as it is in a file.
+    """The content of a plan file.
 
     Attributes:
         tiers: The tiers by the name of the chunk, in the order of the file.
-        numel: Elements by the name of the chunk, where the file says them.
-        body: All that the file says.
+        numel: The elements by the name of the chunk, if the file has them.
+        body: The parsed JSON.
     """
 
     tiers: Mapping[str, Tier]
@@ -43,11 +43,11 @@ class PlanDocument:
 
     @classmethod
     def of(cls, spec: ModelSpec, resources: RankResources, planned: Planned) -> PlanDocument:
-        """The document of a plan.
+        """Make the document of a plan.
 
         Args:
-            spec: The model that was planned.
-            resources: Budgets and rates that it was planned for.
+            spec: The planned model.
+            resources: The budgets and rates of the plan.
             planned: The plan.
         """
         sizes = {key: value for key, value in asdict(spec).items() if key != "groups"}
@@ -69,7 +69,7 @@ class PlanDocument:
 
     @property
     def text(self) -> str:
-        """The JSON, one line for each chunk."""
+        """The JSON text, with one line for each chunk."""
         parts = {key: json.dumps(value) for key, value in self.body.items() if key != "chunks"}
         head = "".join(f" {json.dumps(key)}: {part},\n" for key, part in parts.items())
         chunks = ",\n".join(f"  {json.dumps(chunk)}" for chunk in self.body["chunks"])
@@ -77,14 +77,14 @@ class PlanDocument:
 
     @classmethod
     def of_text(cls, text: str, *, path: str) -> PlanDocument:
-        """Understand what `text` wrote, or a person did.
+        """Parse the text of a document.
 
         Args:
-            text: JSON.
-            path: The path that it is from, used in messages.
+            text: The JSON text, as `text` returns it or a person has edited it.
+            path: The path of its file, used in messages.
 
         Raises:
-            PlanError: It is no plan, or a chunk has no name or an unknown tier.
+            PlanError: The text is no plan, or a chunk has no name or an unknown tier.
         """
         return cls._of_body(_FORMAT.parse(text, path=path), path=path)
 
@@ -108,10 +108,10 @@ class PlanDocument:
         return cls(tiers, numel, body)
 
     def save(self, path: str | Path) -> None:
-        """Write the document; a reader finds the old one or the new one, complete.
+        """Write the document atomically: a reader finds the complete old file or the complete new one.
 
         Raises:
-            PlanError: It cannot be written.
+            PlanError: The file cannot be written.
         """
         save_plan(path, self.text)
 
@@ -120,21 +120,21 @@ class PlanDocument:
         """Read a document.
 
         Raises:
-            PlanError: There is none, or it cannot be understood.
+            PlanError: The file does not exist or is no plan.
         """
         return cls._of_body(_FORMAT.load(path), path=str(path))
 
     def placement(self, spec: ModelSpec, *, path: str = "") -> Placement:
-        """Where the plan puts the chunks of a model, in the model's order.
+        """Return the placement of a model's chunks, in the model's order.
 
-        A plan made at another world size is accepted, since chunks have the same names there.
+        A plan from another world size is valid, because chunks have the same names there.
 
         Args:
-            spec: The model that it is to be used for.
-            path: The path that the plan is from, used in messages.
+            spec: The model to place.
+            path: The path of the plan's file, used in messages.
 
         Raises:
-            PlanError: It was made for another model; the message says which chunks differ.
+            PlanError: The plan is for another model; the message names the chunks that differ.
         """
         names = {group.name for group in spec.groups}
         missing = [group.name for group in spec.groups if group.name not in self.tiers]
@@ -151,12 +151,13 @@ class PlanDocument:
         if differences:
             raise PlanError(
                 f"the plan {path!r} is for another model: {'; '.join(differences)}.",
-                remedy="Plan anew, or give each chunk of the model one line with its name and tier.",
+                remedy="Plan again, or give each chunk of the model one line with its name and tier.",
             )
         return Placement({group.name: self.tiers[group.name] for group in spec.groups})
 
     def _of_same_world(self, spec: ModelSpec) -> bool:
-        """Only then do sizes compare: what is held includes what sharding adds."""
+        """Return True if the plan is from the same world size."""
+        # Sizes include the padding of shards, so they compare only at the same world size.
         model = self.body.get("model")
         return isinstance(model, dict) and model.get("world_size") == spec.world_size
 
@@ -165,7 +166,7 @@ class PlanDocument:
 
 
 def plan_key(spec: ModelSpec, placement: Placement) -> str:
-    """What two ranks compare to know that they run the same plan of the same model.
+    """Return a hash of a plan and its model, by which ranks check that they run the same.
 
     Example:
         >>> spec = ModelSpec(groups=(Group(name="layer", numel=4, trainable=4),))
@@ -210,10 +211,8 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(found[:_NAMES_SHOWN]) + more
 
 
-# A plan as a text table: every chunk, what it holds where, what it moves, and why.
-#
-# Layers that follow each other and are alike are one line. Owns the text; every number is from the cost
-# model.
+# The table of a plan: the tier, memory, traffic and reason of every chunk, from the cost model. Equal layers
+# in a row share a line.
 
 
 _HEAD = ("chunk", "tier", "elements", "device", "host", "moved/step", "why")
@@ -223,11 +222,11 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def plan_table(spec: ModelSpec, resources: RankResources, planned: Planned) -> str:
-    """The table of a plan, for one rank, with its sums and predictions below.
+    """Return the table of a plan for one rank, with its sums and predictions.
 
     Args:
-        spec: The model that was planned.
-        resources: Budgets that it was planned for.
+        spec: The planned model.
+        resources: The budgets of the plan.
         planned: The plan.
     """
     lines = [_HEAD, *(_row(spec, planned, run) for run in _runs(spec, planned))]
@@ -243,7 +242,7 @@ def plan_table(spec: ModelSpec, resources: RankResources, planned: Planned) -> s
 
 
 def summary(spec: ModelSpec, resources: RankResources, planned: Planned) -> str:
-    """Peak memory against the budgets, the time of a step, and what limits it; three lines."""
+    """Return three lines: the predicted time of a step, and the peaks of device and host memory."""
     peak = planned.memory.peak
     kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in peak.by_kind.items() if size)
     moment = {"step": "the step"}.get(peak.phase, f"the {peak.phase} of {peak.group or _ROOT}")
@@ -263,7 +262,7 @@ def summary(spec: ModelSpec, resources: RankResources, planned: Planned) -> str:
 
 
 def size_text(count: int) -> str:
-    """A number of bytes for people.
+    """Return a number of bytes as short readable text.
 
     Example:
         >>> size_text(0), size_text(1023), size_text(3 * 2**30 // 2)
@@ -282,7 +281,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _runs(spec: ModelSpec, planned: Planned) -> Iterator[list[Group]]:
-    """Chunks that follow each other, of one size and tier, with names that differ in numbers only."""
+    """Yield runs of chunks with one size and tier, and with names that differ only in numbers."""
 
     def alike(group: Group) -> tuple[object, ...]:
         tier = planned.placement.tiers[group.name]
@@ -293,7 +292,7 @@ def _runs(spec: ModelSpec, planned: Planned) -> Iterator[list[Group]]:
 
 
 def _why(planned: Planned, group: Group) -> str:
-    """The reason without the exact bytes beside the readable ones."""
+    """Return the reason without exact bytes, which would widen the table."""
     return re.sub(r" \(\d+ bytes\)", "", planned.reasons.get(group.name, ""))
 
 

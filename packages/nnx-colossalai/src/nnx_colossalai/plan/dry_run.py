@@ -1,4 +1,4 @@
-"""The plan for a world that is not here: sizes, activations and tiers, without memory and without processes.
+"""Plan a model for ranks that do not exist here, without memory and without processes.
 
 A model of any size is built on the meta device and run once without memory; everything else is arithmetic.
 """
@@ -19,22 +19,22 @@ from nnx_colossalai.plan.document import PlanDocument, plan_table
 from nnx_colossalai.plan.kept import Probe, probe
 from nnx_colossalai.plan.model import doubtful_units, left_with_the_root, model_spec, optimizer_state, widths
 from nnx_colossalai.plan.planner import Planned, plan
-from nnx_colossalai.plan.spec import ModelSpec, RankResources, Rates, Wishes
+from nnx_colossalai.plan.spec import Constraints, ModelSpec, RankResources, Rates
 from nnx_colossalai.plan.timeline import draw_timeline
 from nnx_colossalai.plan.units import FoundUnit, find_units, waste
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """The outcome; ``str`` of it is the table.
+    """The result of a dry run; its ``str`` is the table of the plan.
 
     Attributes:
         spec: The model.
         resources: The budgets and rates of each rank.
         planned: The plan.
-        probe: The measurement of what a step keeps and computes.
-        waste: Share of elements that sharding adds.
-        notes: Remarks on what was guessed, or could not be counted.
+        probe: The measured activations and operations of a step.
+        waste: The share of elements that sharding adds.
+        notes: Notes on guesses and on figures that could not be counted.
     """
 
     spec: ModelSpec
@@ -46,7 +46,7 @@ class DryRun:
 
     @property
     def document(self) -> PlanDocument:
-        """The plan, to be saved and used where that world is."""
+        """The plan as a document, to be saved for the planned ranks."""
         return PlanDocument.of(self.spec, self.resources, self.planned)
 
     def draw(self, path: str | Path) -> None:
@@ -71,33 +71,32 @@ def dry_run(
     optimizer: Optimizer | type[Optimizer] | int | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     input_kwargs: Mapping[str, Any] | None = None,
-    wishes: Wishes | None = None,
+    constraints: Constraints | None = None,
     rates: Rates | None = None,
     policy: object = None,
     min_numel: int | None = None,
     max_numel: int | None = None,
 ) -> DryRun:
-    """Plan a model for ranks that are not here.
+    """Plan a model for ranks that do not exist here.
 
     Args:
-        module: The model, or a function that builds it, which is called for the meta device.
-        inputs: Positional arguments of one rank's forward. Tensors may be on the meta device. None leaves
-            activations out, and embeddings and heads with the root: nobody saw who uses their weights.
-        world_size: Ranks of that world.
-        device_bytes: The budget of each rank's device, in bytes.
-        host_bytes: The budget of each rank's part of the host, in bytes.
+        module: The model, or a function that builds it, which is called under the meta device.
+        inputs: The positional arguments of one rank's forward, on any device; None counts no activations.
+        world_size: The number of planned ranks.
+        device_bytes: The device budget of each rank, in bytes.
+        host_bytes: The host budget of each rank, in bytes.
         precision: Lightning's precision string.
-        optimizer: Class, instance, or bytes of state per trained element; None is Adam.
-        loss: The loss function of the forward's output; what it keeps is counted too.
-        input_kwargs: Keyword arguments of the forward.
-        wishes: The constraints that the plan keeps to.
-        rates: The rates of those ranks; by default those of a common accelerator, which nobody measured.
-        policy: See `find_units`, as are the next two.
-        min_numel: Smallest unit.
-        max_numel: Largest unit.
+        optimizer: A class, an instance, or the bytes of state per trained element; None is Adam.
+        loss: The loss function of the forward's output, whose activations count too.
+        input_kwargs: The keyword arguments of the forward.
+        constraints: The constraints of the plan.
+        rates: The rates of the ranks; by default assumed ones of a common accelerator, not measured ones.
+        policy: The policy of `find_units`.
+        min_numel: The smallest unit.
+        max_numel: The largest unit.
 
     Raises:
-        PlanError: Nothing fits.
+        PlanError: No plan fits.
 
     Example:
         >>> build = lambda: nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(8)))
@@ -116,10 +115,11 @@ def dry_run(
     spec = model_spec(
         units, world_size=world_size, precision=precision, optimizer=optimizer, probe=found, flops=rates.flops
     )
-    there = RankResources(device_bytes=device_bytes, host_bytes=host_bytes, **asdict(rates))
+    given = RankResources(device_bytes=device_bytes, host_bytes=host_bytes, **asdict(rates))
     state = "" if isinstance(optimizer, int) else optimizer_state(optimizer).note
     notes = tuple(note for note in (found.note, state) if note)
-    return DryRun(spec, there, plan(spec, there, wishes), found, waste(units, world_size=world_size), notes)
+    added = waste(units, world_size=world_size)
+    return DryRun(spec, given, plan(spec, given, constraints), found, added, notes)
 
 
 def _built(build: Callable[[], nn.Module]) -> nn.Module:
@@ -132,9 +132,10 @@ def _units_and_probe(
     look: Callable[[Sequence[FoundUnit]], Probe],
     doubtful: Callable[[Sequence[FoundUnit]], dict[str, bool]],
 ) -> tuple[tuple[FoundUnit, ...], Probe]:
-    """The units, less those whose weights others use or may use, and what a step of them keeps."""
+    """Return the units whose weights no other module uses, and the probe of a step with them."""
     units = find()
     found = look(units)
+    # Activations are counted by unit, so other units need another probe.
     if left := left_with_the_root(found, doubtful(units)):
         units = find(leave=left)
         found = look(units)

@@ -1,8 +1,8 @@
-"""Tensors that a step keeps for its backward, found by a forward and a backward without memory.
+"""Measure a step's activations by running forward and backward on tensors without memory.
 
-The measuring run leaves the module as it was, and never fails: where a model cannot be run so, it
-says why and reports nothing. The first real step would come too late to measure in: the plan decides before
-it which weights lie on the device, and without a plan they may not fit.
+The run restores the module and never fails: if a model cannot run this way, the result is empty and has the
+reason. The first real step would come too late for measuring, because the plan decides before it which
+weights are on the device.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from nnx_core.view.python_state import PythonState
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What one step of a model keeps and computes on one rank.
+    """The memory and work of one step of a model on one rank.
 
     Attributes:
-        activation_bytes: By unit, what its forward makes and keeps for the backward. What is recomputed is
-            not in it, as its memory is not.
+        activation_bytes: The bytes that each unit's forward saves for backward; recomputed activations are
+            not saved.
         flops: The floating point operations of forward and backward, by unit.
-        temporary_bytes: The most that was there beyond all activations, gradients of weights apart.
-        used_outside: Names of units whose weights were used while their module did not run: they cannot be
-            units.
-        note: Why there is nothing, where the model could not be run; else empty.
+        temporary_bytes: The peak beyond all activations, without gradients of weights.
+        used_outside: The names of units whose weights were used outside of their module's forward; these
+            cannot be units.
+        note: The reason why the model could not run; empty if it ran.
     """
 
     activation_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -61,15 +61,15 @@ def probe(
     working: torch.dtype | None = None,
     mixed: bool = False,
 ) -> Probe:
-    """Run a step of the root's units without memory, and see what it keeps and computes.
+    """Run a step on tensors without memory, and measure its activations and operations.
 
     Args:
-        units: All units of the model; the last is the root's.
-        call: The root, a submodule of it, or a function that calls it; what it returns is differentiated.
-        args: Positional arguments of the call. Tensors may be anywhere, also on the meta device.
-        kwargs: Keyword arguments of the call.
-        device: Whose operators are used: a GPU's need fewer temporaries than a CPU's.
-        working: Dtype of the weights that forward and backward compute with; None keeps the module's own.
+        units: All units of the model; the last one is the root's.
+        call: The root, a submodule of it, or a function that calls it; its result is differentiated.
+        args: The positional arguments of the call; tensors may be on any device, also on the meta device.
+        kwargs: The keyword arguments of the call.
+        device: The device whose operators run: those of a GPU need fewer temporaries than those of a CPU.
+        working: The dtype of the weights in forward and backward; None keeps the module's own.
         mixed: True if autocast to `working` is on.
 
     Example:
@@ -94,24 +94,26 @@ def probe(
                 tracker.forward_ended()
                 _backward(output)
             return tracker.result()
-    except Exception as error:  # any model's own code runs here
+    # The model's own code runs here, which may raise anything.
+    except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         return Probe(note=f"activations are not counted: {type(error).__name__}: {reason}")
 
 
 def _backward(output: Any) -> None:
     ends = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if ends:  # in this thread, where the modes are: backward on a card would run in another one
+    if ends:
+        # Backward on a GPU would run in another thread, where the dispatch modes are not active.
         with torch.autograd.set_multithreading_enabled(False):
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
 
 
 class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows every tensor that operators make, from its making to its end.
+    """Tracks the memory of every tensor that operators make, from its creation to its deletion.
 
     Args:
         units: The units of the model.
-        weights: The parameters in it, by the ids of those that the units name.
+        weights: The stand-in of each parameter, by the id of the original.
     """
 
     def __init__(self, units: Sequence[FoundUnit], weights: Mapping[int, nn.Parameter]) -> None:
@@ -120,7 +122,8 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._running = [""]
         self._inside: Counter[str] = Counter({"": 1})
         self._storages: dict[int, weakref.ref[Any]] = {}
-        self._events: list[tuple[int, int]] = []  # number of the storage, bytes that came or went
+        # The number of a storage, and the bytes that it allocates or, if negative, frees.
+        self._events: list[tuple[int, int]] = []
         self._made_in: list[str] = []
         self._gradients: set[int] = set()
         self._forward_flops: Counter[str] = Counter()
@@ -138,7 +141,7 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow what runs in the block, and which unit runs. Its hooks go with the module's restoring."""
+        """Context manager that tracks operators and the running unit; `restored` removes its hooks."""
         for unit in self._units[:-1]:
             unit.module.register_forward_pre_hook(self._entering(unit.name), prepend=True)
             unit.module.register_forward_hook(self._leaving(unit.name), always_call=True)
@@ -163,7 +166,8 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return hook
 
     def _gradient_is_done(self, weight: Tensor) -> None:
-        """Weights' gradients are counted elsewhere: they go to masters at once, or stay as gradients."""
+        """Leave a weight's gradient out of the count."""
+        # The memory model counts it: it goes to the master at once, or stays as the gradient.
         if weight.grad is not None:
             number = weight.grad.untyped_storage().__dict__.get("nnx_number")
             if number is not None:
@@ -193,7 +197,7 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._used_outside.add(unit)
 
     def note_made(self, value: Any) -> None:
-        """Count a tensor's memory from now on, if it is one that is not counted yet."""
+        """Count a tensor's memory until it is freed, unless it is counted already."""
         if not isinstance(value, Tensor):
             return
         storage = value.untyped_storage()
@@ -212,11 +216,11 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage.__dict__["nnx_number"] = number
 
     def forward_ended(self) -> None:
-        """What is there now is kept for the backward."""
+        """Mark the end of the forward: live tensors are activations."""
         self._forward_events = len(self._events)
 
     def result(self) -> Probe:
-        """What was seen."""
+        """Return the measurement."""
         kept: Counter[str] = Counter()
         for number, size in self._events[: self._forward_events]:
             kept[self._made_in[number]] += size
@@ -224,6 +228,7 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number, size in self._events:
             now += 0 if number in self._gradients else size
             most = max(most, now)
+        # Backward does not tell its unit, so its operations are shared out as the forward's.
         forward = sum(self._forward_flops.values())
         factor = 1 + (self._backward_flops / forward if forward else 0)
         return Probe(
@@ -234,30 +239,28 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-# Tensors without memory in place of a module's own, for a run that must leave nothing behind.
-#
-# Owns the exchange and its undoing: parameters, buffers, attributes, hooks and random states are as before.
+# Stand-ins without memory for a module's tensors; parameters, buffers, attributes, hooks and random states
+# are restored after the run.
 
 
 _LOGGERS = ("log", "log_dict")
-"""Of a LightningModule."""
+"""The logging methods of a LightningModule."""
 
 
 @contextmanager
 def restored(root: nn.Module) -> Iterator[None]:
-    """Put back what a run changes: modules, the state of Python that their code reaches, and random states.
-
-    What the run logs is dropped, for Trainer would keep it outside of the module.
+    """Restore modules, the Python state that their code reaches, and random states after a run.
 
     Raises:
-        UnsupportedError: The code may go on with a generator of Python, which cannot be put back.
+        UnsupportedError: The code may advance a Python generator, which cannot be restored.
     """
     state = PythonState(root)
     if state.generators:
-        raise UnsupportedError(f"the forward may go on with {state.generators[0]!r}, a generator of Python.")
+        raise UnsupportedError(f"the forward may advance {state.generators[0]!r}, a generator of Python.")
     modules = [vars(module) for module in root.modules()]
     dicts = [held for space in modules for held in space.values() if isinstance(held, dict)]
     saved = [(held, dict(held)) for held in (*modules, *dicts)]
+    # Logged values are dropped: the Trainer would keep them outside of the module.
     for module in root.modules():
         if all(callable(getattr(type(module), name, None)) for name in _LOGGERS):
             vars(module).update(dict.fromkeys(_LOGGERS, _ignore))
@@ -278,13 +281,13 @@ def _ignore(*_: Any, **__: Any) -> None:
 def stand_in_weights(
     root: nn.Module, device: torch.device, *, parameters: torch.dtype | None, buffers: torch.dtype | None
 ) -> dict[int, nn.Parameter]:
-    """Exchange every parameter and buffer for one without memory. Call it within `restored` and a fake mode.
+    """Replace every parameter and buffer by one without memory; call it in `restored` and a fake mode.
 
     Args:
         root: The module.
-        device: The device that they are said to be on.
-        parameters: Dtype of floating parameters; None keeps theirs.
-        buffers: Dtype of floating buffers.
+        device: The device that the stand-ins report.
+        parameters: The dtype of floating-point parameters; None keeps theirs.
+        buffers: The dtype of floating-point buffers; None keeps theirs.
 
     Returns:
         The new parameters, by the id of the old ones.
@@ -300,14 +303,15 @@ def stand_in_weights(
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = _empty_like(buffer, device, buffers)
-        if isinstance(module, nn.RNNBase):  # they are in a list too
+        # An RNN keeps its parameters in a list too.
+        if isinstance(module, nn.RNNBase):
             names = [name for names in module._all_weights for name in names]
             vars(module)["_flat_weights"] = [module._parameters.get(name) for name in names]
     return made
 
 
 def inputs_of(values: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Tensors without memory in place of those in a structure of arguments."""
+    """Return a structure of arguments with stand-ins without memory for its tensors."""
 
     def stand_in(value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -1,7 +1,7 @@
-"""The model as the planner sees it: sizes of units, widths of the precision, and what a step keeps.
+"""Describe a model for the planner: sizes of units, dtypes of the precision, state and activations.
 
-Sizes and the state of optimizers are counted, which runs nothing. What a step keeps is found by `probe`,
-which runs the step without memory.
+Sizes and optimizer state are counted without running anything. `probe` finds the activations by running a
+step on tensors without memory.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _TRUE = {
 
 
 class Widths(NamedTuple):
-    """Dtypes of a precision.
+    """The dtypes of a precision.
 
     Attributes:
         working: The dtype of the weights that forward and backward compute with.
-        master: The dtype of what the optimizer updates.
+        master: The dtype of the masters that the optimizer updates.
         mixed: True if the two differ, and autocast is on.
     """
 
@@ -49,10 +49,10 @@ class Widths(NamedTuple):
 
 
 def widths(precision: str | int) -> Widths:
-    """The dtypes of Lightning's precision string.
+    """Return the dtypes of Lightning's precision string.
 
     Raises:
-        OptionError: It is none that chunks know.
+        OptionError: Chunks do not support the precision.
 
     Example:
         >>> widths("bf16-mixed")
@@ -73,7 +73,7 @@ _TENSORS: dict[str, int] = {
     "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SparseAdam": 2, "Adadelta": 2, "Rprop": 2,
     "Adagrad": 1, "ASGD": 1, "RMSprop": 1, "Muon": 1, "Lion": 1, "SGD": 0, "Adafactor": 0,
 }  # fmt: skip
-"""Tensors as large as the parameter that classes keep, whatever their options."""
+"""The number of state tensors of a parameter's size that each class keeps with any options."""
 
 _SWITCHES = {
     "Adam": ("amsgrad",),
@@ -81,18 +81,18 @@ _SWITCHES = {
     "SGD": ("momentum",),
     "RMSprop": ("momentum", "centered"),
 }
-"""Options that add one more each."""
+"""The options that each add one more state tensor."""
 
 _UNKNOWN = 2
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerMemory:
-    """What an optimizer keeps.
+    """The state of an optimizer.
 
     Attributes:
-        tensors: The number of state tensors as large as the parameter, in its masters' dtype.
-        note: A remark if that is a guess.
+        tensors: The number of state tensors of a parameter's size, in the masters' dtype.
+        note: A note if the number is a guess.
     """
 
     tensors: int
@@ -100,10 +100,10 @@ class OptimizerMemory:
 
 
 def optimizer_state(optimizer: Optimizer | type[Optimizer] | Iterable[Optimizer] | None) -> OptimizerMemory:
-    """What an optimizer keeps for an element that it trains, from its class and its groups' options.
+    """Count the state tensors of an optimizer from its class and its groups' options.
 
     Args:
-        optimizer: One, several, or a class; None is taken for Adam.
+        optimizer: An optimizer, several, or a class; None counts as Adam.
 
     Example:
         >>> weights = [nn.Parameter(torch.ones(2))]
@@ -147,21 +147,19 @@ def model_spec(
     other_device_bytes: int = 0,
     gradients_in_forward: bool = True,
 ) -> ModelSpec:
-    """The model as the planner sees it: one group for each unit.
+    """Describe a model for the planner, with one group for each unit.
 
-    Sizes are those that are held: FSDP2 cuts the first dimension of each parameter into equal parts, and
-    what it adds for that is counted.
+    Sizes include the padding that FSDP2 adds to split the first dim of each parameter into equal shards.
 
     Args:
-        units: Of the model; see `nnx_colossalai.plan.units.find_units`.
-        world_size: Ranks over which masters and state are divided.
+        units: The units of the model; see `nnx_colossalai.plan.units.find_units`.
+        world_size: The number of ranks that shard masters and state.
         precision: Lightning's precision string.
-        optimizer: Instance, class or several; or bytes of state for each trained element. None is Adam.
-        probe: The measurement of what the forward keeps and computes; without it activations are not counted.
-        flops: Floating point operations per second of the device, for the time that units compute.
-        other_device_bytes: The bytes that the device holds beside what is counted here; buffers and the
-            largest temporary are.
-        gradients_in_forward: See `ModelSpec`.
+        optimizer: An optimizer, a class or several, or the bytes of state per trained element; None is Adam.
+        probe: The measured activations and operations; without it activations are not counted.
+        flops: The floating point operations per second of the device, for the compute time of units.
+        other_device_bytes: The bytes on the device besides buffers, the largest temporary and this model.
+        gradients_in_forward: The attribute of `ModelSpec`.
 
     Example:
         >>> from nnx_colossalai.plan.units import find_units
@@ -201,28 +199,28 @@ def _group(unit: FoundUnit, world_size: int, probe: Probe | None, flops: float |
 
 
 def buffer_bytes(root: nn.Module) -> int:
-    """Bytes of a module's buffers, which are on the device all the time."""
+    """Return the bytes of a module's buffers, which are always on the device."""
     return sum(buffer.numel() * buffer.element_size() for buffer in root.buffers())
 
 
-# Which layers cannot be chunks: others use their weights, or nobody could see that none does.
+# Modules that cannot be chunks, because others use their weights, or no probe could rule that out.
 #
-# Owns the rule that the plan of a run and a dry run share; what a step uses is `probe`'s.
+# The plan of a run and a dry run share this rule; `probe` finds the uses in a step.
 
 
 def doubtful_units(
     module: nn.Module, found: Sequence[FoundUnit], *, policy: object, least: int | None, most: int | None
 ) -> dict[str, bool]:
-    """Units whose weights other modules may use, and whether they lie beside the layers.
+    """Return the units whose weights other modules may use, with True for those outside of layers.
 
-    Beside them are embeddings and heads; parts of layers are units because `most` asks for it.
+    Outside of layers are embeddings and heads. Inside of layers are units that `most` has split off.
 
     Args:
         module: The root.
-        found: Its units.
-        policy: See `find_units`, as are the next two; units that a policy chose are never in doubt.
-        least: Smallest unit.
-        most: Largest unit.
+        found: The units of the model.
+        policy: The policy of `find_units`; a unit that a policy chose is never doubtful.
+        least: The smallest unit.
+        most: The largest unit.
 
     Example:
         >>> from nnx_colossalai.plan.units import find_units
@@ -233,7 +231,8 @@ def doubtful_units(
     """
     if policy is not None:
         return {}
-    if least is None and most is not None:  # as for chunks
+    # The same default as in `find_units`.
+    if least is None and most is not None:
         least = min(most, DEFAULT_MIN_NUM_PARAMS)
     layers = choose_units(module, min_num_params=least).units
     names = {name for name, _ in layers} | {""}
@@ -242,11 +241,11 @@ def doubtful_units(
 
 
 def left_with_the_root(probe: Probe | None, doubtful: Mapping[str, bool]) -> list[str]:
-    """Names of units that must be none.
+    """Return the names of units that must stay with the root.
 
     Args:
-        probe: What a step was seen to use; with a note nothing was seen. None: nobody needed to look.
-        doubtful: See `doubtful_units`.
+        probe: The uses that a step showed; with a note there are none, and None means that no probe ran.
+        doubtful: The result of `doubtful_units`.
 
     Example:
         >>> left_with_the_root(Probe(note="no inputs"), {"embed": True, "layers.0.up": False})
@@ -256,6 +255,7 @@ def left_with_the_root(probe: Probe | None, doubtful: Mapping[str, bool]) -> lis
     """
     if probe is None:
         return []
+    # The step could not run: leave out embeddings and heads, whose weights are tied most often.
     if probe.note:
         return [name for name, is_beside in doubtful.items() if is_beside]
     return sorted(probe.used_outside)

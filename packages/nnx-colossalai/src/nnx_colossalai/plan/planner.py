@@ -1,7 +1,6 @@
-"""Chooses where every group lies: the fastest placement that fits the budgets and the wishes.
+"""Choose the fastest placement that keeps the budgets and the constraints, and explain the choice.
 
-Owns the choice, its explanation and the refusal where nothing fits; never the formulas (`cost`, `schedule`).
-Pure and deterministic: the same input gives the same plan on every rank.
+`cost` and `schedule` have the formulas. Planning is deterministic: equal inputs give all ranks equal plans.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from nnx_colossalai.plan.cost import Memory, MemoryModel, Moment
 from nnx_colossalai.plan.policies import Choice, candidates, meets_fractions, search
 from nnx_colossalai.plan.schedule import TimeModel
 from nnx_colossalai.plan.spec import (
+    Constraints,
     ModelSpec,
     Placement,
     RankResources,
     Tier,
-    Wishes,
     allowed_tiers,
     format_bytes,
 )
@@ -28,14 +27,14 @@ _TIERS = tuple(Tier)
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A placement and what it costs one rank.
+    """A placement and its cost on one rank.
 
     Attributes:
         placement: A tier for every group.
-        memory: Over one step.
-        seconds: Predicted time of a step.
-        reasons: Why each group is where it is, by name.
-        busy: Seconds of work of each lane in a step.
+        memory: The memory over one step.
+        seconds: The predicted time of a step.
+        reasons: The reason for each group's tier, by name.
+        busy: The seconds of work of each lane in a step.
     """
 
     placement: Placement
@@ -45,17 +44,18 @@ class Planned:
     busy: Mapping[str, float] = field(default_factory=dict)
 
 
-def plan(spec: ModelSpec, resources: RankResources, wishes: Wishes | None = None) -> Planned:
-    """The fastest placement that fits.
+def plan(spec: ModelSpec, resources: RankResources, constraints: Constraints | None = None) -> Planned:
+    """Return the fastest placement that fits.
 
     Args:
         spec: The model.
-        resources: Budgets and rates.
-        wishes: The constraints that it keeps to; by default none.
+        resources: The budgets and rates.
+        constraints: The constraints; by default none.
 
     Raises:
-        PlanError: None fits; the message names the bytes needed, what dominates, and the knob.
-        OptionError: The wishes cannot be met by these groups, or sizes or rates make no sense.
+        PlanError: No placement fits; the message names the bytes needed, their largest kind, and the option
+            to change.
+        OptionError: These groups cannot meet the constraints, or sizes or rates are invalid.
 
     Example:
         >>> from nnx_colossalai.plan.spec import Group
@@ -64,7 +64,7 @@ def plan(spec: ModelSpec, resources: RankResources, wishes: Wishes | None = None
         >>> [tier.value for tier in planned.placement.tiers.values()]
         ['gathered', 'gathered', 'offloaded', 'offloaded']
     """
-    choices = _Search(spec, resources, wishes or Wishes())
+    choices = _Search(spec, resources, constraints or Constraints())
     best = choices.fastest(choices.candidates, choices.fits)
     if best is None:
         raise choices.nothing_fits()
@@ -72,17 +72,17 @@ def plan(spec: ModelSpec, resources: RankResources, wishes: Wishes | None = None
 
 
 def evaluate(
-    spec: ModelSpec, resources: RankResources, placement: Placement, wishes: Wishes | None = None
+    spec: ModelSpec, resources: RankResources, placement: Placement, constraints: Constraints | None = None
 ) -> Planned:
-    """What a placement costs that was made elsewhere, such as one edited by hand; it need not fit.
+    """Return the cost of a given placement, such as one edited by hand; it need not fit.
 
     Raises:
-        PlanError: It does not have a tier for every group.
+        PlanError: A group has no tier.
     """
     missing = [group.name for group in spec.groups if group.name not in placement.tiers]
     if missing:
         raise PlanError(f"the placement has no tier for {missing}.", remedy="Add one for each group.")
-    choices = _Search(spec, resources, wishes or Wishes())
+    choices = _Search(spec, resources, constraints or Constraints())
     return choices.planned(tuple(placement.tiers[group.name] for group in spec.groups), otherwise="as given")
 
 
@@ -90,25 +90,25 @@ def downgrade(
     planned: Planned,
     spec: ModelSpec,
     resources: RankResources,
-    wishes: Wishes | None = None,
+    constraints: Constraints | None = None,
     *,
     missing: int = 1,
 ) -> Planned | None:
-    """The cheapest placement with less device memory, after the device ran out of it.
+    """Return the fastest placement with less device memory, after the device ran out of it.
 
-    Groups only move down, and the host's budget and the wishes are still kept.
+    Groups only move to lower tiers, and the host budget and the constraints still hold.
 
     Args:
         planned: The plan that was too large.
         spec: The model.
-        resources: Budgets and rates.
-        wishes: The constraints of the plan.
-        missing: Bytes by which the peak is to be lower, if known.
+        resources: The budgets and rates.
+        constraints: The constraints of the plan.
+        missing: The bytes by which the peak must fall, if known.
 
     Returns:
-        The new plan, or None if there is none: `why_not_lower` says why.
+        The new plan; None if there is none, for the reason of `why_not_lower`.
     """
-    choices = _Search(spec, resources, wishes or Wishes())
+    choices = _Search(spec, resources, constraints or Constraints())
     most = choices.device_peak(planned) - max(1, missing)
     best = choices.fastest(
         choices.lower(planned),
@@ -121,12 +121,12 @@ def why_not_lower(
     planned: Planned,
     spec: ModelSpec,
     resources: RankResources,
-    wishes: Wishes | None = None,
+    constraints: Constraints | None = None,
     *,
     missing: int = 1,
 ) -> PlanError:
-    """The error to raise where `downgrade` has found nothing, with the reason and the knob."""
-    choices = _Search(spec, resources, wishes or Wishes())
+    """Return the error to raise if `downgrade` returns None, with the reason and the option to change."""
+    choices = _Search(spec, resources, constraints or Constraints())
     most = choices.device_peak(planned) - max(1, missing)
     lower = [one for one in choices.lower(planned) if choices.keeps(one, most)]
     if lower:
@@ -136,34 +136,34 @@ def why_not_lower(
             f"the next needs {least} of host memory, {format_bytes(resources.host_bytes)} are allowed.",
             remedy="Raise host_memory, or use more ranks.",
         )
-    free = _Search(spec, resources, Wishes(overlapped=choices.wishes.overlapped))
-    if choices.wishes.given and any(free.keeps(one, most) for one in free.lower(planned)):
+    free = _Search(spec, resources, Constraints(overlapped=choices.constraints.overlapped))
+    if choices.constraints.given and any(free.keeps(one, most) for one in free.lower(planned)):
         return not_lower(
             planned.memory,
-            f"none keeps to {choices.wishes.given}.",
+            f"none keeps to {choices.constraints.given}.",
             remedy="Leave that out, or use activation checkpointing or a smaller batch.",
         )
     return no_room_on_device(spec, planned.memory, resources, after=True)
 
 
 class _Search:
-    """One model, its budgets and wishes, and what placements of it cost."""
+    """Prices and compares placements of one model under its budgets and constraints."""
 
-    def __init__(self, spec: ModelSpec, resources: RankResources, wishes: Wishes) -> None:
+    def __init__(self, spec: ModelSpec, resources: RankResources, constraints: Constraints) -> None:
         _check(spec, resources)
-        self.spec, self.resources, self.wishes = spec, resources, wishes
+        self.spec, self.resources, self.constraints = spec, resources, constraints
         self.memory = MemoryModel(spec)
-        self.time = TimeModel(spec, resources, overlapped=wishes.overlapped, uses=self.memory.uses)
+        self.time = TimeModel(spec, resources, overlapped=constraints.overlapped, uses=self.memory.uses)
         self._names = [group.name for group in spec.groups]
-        self._allowed = allowed_tiers(wishes, self._names, spec.world_size)
+        self._allowed = allowed_tiers(constraints, self._names, spec.world_size)
         self._candidates: list[Choice] | None = None
         self._allowance = self._margin()
 
     @property
     def candidates(self) -> list[Choice]:
-        """See `nnx_colossalai.plan.planner.candidates`."""
+        """The result of `nnx_colossalai.plan.policies.candidates`."""
         if self._candidates is None:
-            self._candidates = candidates(self.spec, self.memory, self.time, self.wishes)
+            self._candidates = candidates(self.spec, self.memory, self.time, self.constraints)
         return self._candidates
 
     def fits(self, choice: Choice) -> bool:
@@ -173,11 +173,13 @@ class _Search:
         return self.memory.fits(choice, self.resources)
 
     def fastest(self, placements: Iterable[Choice], fits: Callable[[Choice], bool]) -> Choice | None:
-        """The best of those that fit; what costs much is not counted of those that cannot be it."""
+        """Return the best placement that fits."""
+        # Sorted by their lower bounds, so that exact times and memory are computed for few placements only.
         best: tuple[tuple[float, int, tuple[int, ...]], Choice] | None = None
         for bound, choice in sorted(
             ((self.time.bound(one), one) for one in placements), key=lambda one: one[0]
         ):
+            # Within the tolerance a placement may still win by fewer bytes moved or by higher tiers.
             if best is not None and bound > best[0][0] * (1 + 1e-6):
                 break
             if best is not None and self.time.seconds(choice) > best[0][0] * (1 + 1e-6):
@@ -187,18 +189,19 @@ class _Search:
         return None if best is None else best[1]
 
     def rank(self, choice: Choice) -> tuple[float, int, tuple[int, ...]]:
-        """Smaller is better: faster, then fewer bytes moved, then higher tiers for the first groups."""
+        """Return a sort key: less time, then fewer bytes moved, then higher tiers of the first groups."""
         works = [by_tier[tier] for by_tier, tier in zip(self.time.works, choice, strict=True)]
         moved = sum(one.to_device + one.to_host + one.gathered + one.gathered_again for one in works)
-        seconds = float(f"{self.time.seconds(choice):.9g}")  # not the last bits of equal sums
+        # Rounded, because equal sums may differ in their last bits.
+        seconds = float(f"{self.time.seconds(choice):.9g}")
         return seconds, moved, tuple(map(_TIERS.index, choice))
 
     def planned(self, choice: Choice, *, otherwise: str = "fastest of what was compared") -> Planned:
-        """The plan with its cost and reasons.
+        """Return a placement with its cost and reasons.
 
         Args:
             choice: The placement.
-            otherwise: The reason for a group that could be a tier higher by itself, and faster.
+            otherwise: The reason for a group that alone would be faster in a higher tier.
         """
         step = self.time.step_time(choice)
         return Planned(
@@ -210,29 +213,30 @@ class _Search:
         )
 
     def _margin(self) -> int | None:
-        """Bytes that masters, gradients and state may take on the device by ``gpu_margin_ratio``."""
-        if self.wishes.gpu_margin_ratio is None:
+        """Return the bytes of masters, gradients and state on the device that ``gpu_margin_ratio`` allows."""
+        if self.constraints.gpu_margin_ratio is None:
             return None
-        weights = tuple(self.wishes.tiers.get(group.name, Tier.OFFLOADED) for group in self.spec.groups)
+        weights = tuple(self.constraints.tiers.get(group.name, Tier.OFFLOADED) for group in self.spec.groups)
+        # Offloaded groups keep only working weights on the device: the rest of the budget is the margin.
         left = self.resources.device_bytes - self.memory.device_peak(weights)
-        return int(self.wishes.gpu_margin_ratio * max(0, left))
+        return int(self.constraints.gpu_margin_ratio * max(0, left))
 
     def _trained_on_device(self, choice: Choice) -> int:
         prints = (
             by_tier[tier]
             for group, by_tier, tier in zip(self.spec.groups, self.memory.footprints, choice, strict=True)
-            if group.name not in self.wishes.tiers
+            if group.name not in self.constraints.tiers
         )
         return sum(one.masters + one.gradients + one.optimizer for one in prints)
 
     def _reason(self, choice: Choice, at: int) -> str:
-        """Why a group is not one tier higher; empty where only the choice as a whole says it."""
+        """Return the reason why a group is not one tier higher; empty if no reason is the group's alone."""
         name, tier = self.spec.groups[at].name, choice[at]
-        if name in self.wishes.tiers:
+        if name in self.constraints.tiers:
             return "asked for"
         higher = [one for one in self._allowed[name] if _TIERS.index(one) < _TIERS.index(tier)]
         if not higher:
-            return "fits" if self.wishes.policy == "auto" else f"policy {self.wishes.policy!r}"
+            return "fits" if self.constraints.policy == "auto" else f"policy {self.constraints.policy!r}"
         other = (*choice[:at], higher[-1], *choice[at + 1 :])
         needed = self.memory.device_peak(other)
         if needed > self.resources.device_bytes:
@@ -240,13 +244,13 @@ class _Search:
             more = f"{higher[-1].value} would need {format_bytes(needed)} of device memory"
             return f"{more}, {allowed} are allowed"
         if self._allowance is not None and self._trained_on_device(other) > self._allowance:
-            return f"{higher[-1].value} would exceed gpu_margin_ratio={self.wishes.gpu_margin_ratio}"
+            return f"{higher[-1].value} would exceed gpu_margin_ratio={self.constraints.gpu_margin_ratio}"
         if self.rank(other) > self.rank(choice):
             return f"{higher[-1].value} would not be faster"
-        return f"keeps to {self.wishes.given}" if self.wishes.given else ""
+        return f"keeps to {self.constraints.given}" if self.constraints.given else ""
 
     def lower(self, planned: Planned) -> list[Choice]:
-        """Placements worth comparing in which groups have only moved down, to tiers that they may have."""
+        """Return placements to compare in which groups only move to lower allowed tiers."""
         below = [
             (tier, *(one for one in self._allowed[name] if _TIERS.index(one) > _TIERS.index(tier)))
             for name, tier in zip(self._names, self._tiers_of(planned), strict=True)
@@ -254,18 +258,20 @@ class _Search:
         return search(self.spec, self.memory, self.time, below)
 
     def keeps(self, choice: Choice, most: int) -> bool:
-        """Return True if a placement needs at most so much of the device, and has the fractions."""
-        return meets_fractions(self.spec, self.wishes, choice) and self.memory.device_peak(choice) <= most
+        """Return True if a placement's device peak is at most `most`, and it has the wanted fractions."""
+        return (
+            meets_fractions(self.spec, self.constraints, choice) and self.memory.device_peak(choice) <= most
+        )
 
     def device_peak(self, planned: Planned) -> int:
-        """Of a plan, by the sizes that are known now."""
+        """Return the device peak of a plan, with the present sizes."""
         return self.memory.device_peak(self._tiers_of(planned))
 
     def _tiers_of(self, planned: Planned) -> Choice:
         return tuple(planned.placement.tiers[name] for name in self._names)
 
     def nothing_fits(self) -> PlanError:
-        """Why no candidate fits."""
+        """Return the error that no candidate fits."""
         device = self.resources.device_bytes
         fitting = [one for one in self.candidates if self.memory.device_peak(one) <= device]
         least = (
@@ -274,10 +280,10 @@ class _Search:
             else min(self.candidates, key=self.memory.device_peak)
         )
         costs = self.memory.memory(least)
-        if self.wishes.given:
-            free = _Search(self.spec, self.resources, Wishes(overlapped=self.wishes.overlapped))
+        if self.constraints.given:
+            free = _Search(self.spec, self.resources, Constraints(overlapped=self.constraints.overlapped))
             if any(free.fits(choice) for choice in free.candidates):
-                return not_these_wishes(costs, self.resources, self.wishes)
+                return only_without_constraints(costs, self.resources, self.constraints)
         return (no_room_on_host if fitting else no_room_on_device)(self.spec, costs, self.resources)
 
 
@@ -299,17 +305,17 @@ def _check(spec: ModelSpec, resources: RankResources) -> None:
             )
 
 
-# What is said when no placement fits: the bytes needed, what most of them are, and the knob.
+# Errors if no placement fits: the bytes needed, their largest kinds, and the option to change.
 
 
-_KNOBS = {
+_REMEDIES = {
     "activations": "use activation checkpointing or a smaller batch",
     "gathered": "lower chunk_size, so that the largest group is divided",
     "staging": "lower chunk_size, so that the largest group is divided",
     "gradients": "lower chunk_size, so that the largest group is divided",
-    "weights": "let more of it lie in host memory",
-    "masters": "let more of it lie in host memory",
-    "optimizer": "let more of it lie in host memory",
+    "weights": "offload more of the model to host memory",
+    "masters": "offload more of the model to host memory",
+    "optimizer": "offload more of the model to host memory",
     "other": "use a smaller batch",
 }
 
@@ -317,32 +323,32 @@ _KNOBS = {
 def no_room_on_device(
     spec: ModelSpec, least: Memory, resources: RankResources, *, after: bool = False
 ) -> PlanError:
-    """The device cannot hold even the placement that needs least of it.
+    """Return the error that the device cannot hold even the smallest placement.
 
     Args:
         spec: The model.
-        least: The least memory of that placement.
+        least: The memory of that placement.
         resources: The budgets.
-        after: True if the device has run out of memory although the plan fitted.
+        after: True if the device ran out of memory although the plan fitted.
     """
     peak = least.peak
     kind = max(peak.by_kind, key=lambda one: peak.by_kind[one])
-    knob = _KNOBS[kind]
+    remedy = _REMEDIES[kind]
     if after:
         return not_lower(
             least,
             f"no group has a lower tier that needs less. {_dominating(spec, peak)}",
-            remedy=f"{knob[0].upper()}{knob[1:]}.",
+            remedy=f"{remedy[0].upper()}{remedy[1:]}.",
         )
     return PlanError(
         f"the model does not fit: the least device memory that a step needs is {format_bytes(peak.device)}, "
         f"{format_bytes(resources.device_bytes)} are allowed. {_dominating(spec, peak)}",
-        remedy=f"Raise device_memory, or {knob}.",
+        remedy=f"Raise device_memory, or {remedy}.",
     )
 
 
 def no_room_on_host(spec: ModelSpec, least: Memory, resources: RankResources) -> PlanError:
-    """The host cannot hold what the device has no room for."""
+    """Return the error that the host cannot hold the rest of the model."""
     device, host = format_bytes(resources.device_bytes), format_bytes(resources.host_bytes)
     return PlanError(
         f"the model does not fit: with {device} of device memory a step needs at least "
@@ -351,22 +357,22 @@ def no_room_on_host(spec: ModelSpec, least: Memory, resources: RankResources) ->
     )
 
 
-def not_these_wishes(least: Memory, resources: RankResources, wishes: Wishes) -> PlanError:
-    """A placement would fit, but none that keeps to what is asked for."""
+def only_without_constraints(least: Memory, resources: RankResources, constraints: Constraints) -> PlanError:
+    """Return the error that a placement fits, but none that meets the constraints."""
     device, host = format_bytes(resources.device_bytes), format_bytes(resources.host_bytes)
     return PlanError(
-        f"no placement with {wishes.given} fits: the least that it needs is {format_bytes(least.device)} of "
-        f"device memory ({device} are allowed) and {format_bytes(least.host)} of host memory ({host} are "
-        "allowed). Without it there is one that fits.",
+        f"no placement with {constraints.given} fits: the least that it needs is "
+        f"{format_bytes(least.device)} of device memory ({device} are allowed) and "
+        f"{format_bytes(least.host)} of host memory ({host} are allowed). Without it a placement fits.",
         remedy="Leave it out or relax it, or raise device_memory or host_memory.",
     )
 
 
 def not_lower(now: Memory, why: str, *, remedy: str) -> PlanError:
-    """The device ran out of memory, and no lower plan can be taken."""
+    """Return the error that no lower plan is left after the device ran out of memory."""
     return PlanError(
         f"the device ran out of memory under a plan with a peak of {format_bytes(now.device)}, and there "
-        f"is no lower plan to go on with: {why}",
+        f"is no lower plan: {why}",
         remedy=remedy,
     )
 

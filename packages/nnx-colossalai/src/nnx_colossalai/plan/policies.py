@@ -1,7 +1,7 @@
-"""Policies of placing chunks: the candidates that a plan is chosen from.
+"""Make the candidate placements that a plan is chosen from.
 
-Owns how candidates are made from sizes, times and wishes. They never depend on a budget: the planner takes
-the fastest that fits, so more memory can never give a slower plan.
+Candidates follow from sizes, times and constraints, never from a budget. The planner takes the fastest one
+that fits, so more memory never gives a slower plan.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from math import prod
 from nnx_colossalai.plan.cost import MemoryModel
 from nnx_colossalai.plan.schedule import LANES, TimeModel
 from nnx_colossalai.plan.spec import (
+    Constraints,
     ModelSpec,
     Tier,
-    Wishes,
     allowed_tiers,
 )
 from nnx_core.errors import OptionError
@@ -25,36 +25,37 @@ Choice = tuple[Tier, ...]
 """A tier for every group, in their order."""
 
 
-_ENUMERATED = 4096  # placements that are all looked at, instead of being searched
+_ENUMERATED = 4096
+"""Up to so many placements, all are compared; the search handles more."""
 
+_FEW = 7
+"""Up to so many groups, all neighbours of every found placement are compared too."""
 
-_FEW = 7  # groups up to which every change of one group is looked at, of all placements found
+_MANY = 64
+"""Up to so many groups, all neighbours on one greedy path are compared too."""
 
-
-_MANY = 64  # the same, of those on one way only
-
-
-_BLOCKS = 500  # placements in blocks of one tier that are looked at
+_BLOCKS = 500
+"""The largest number of placements in blocks of one tier."""
 
 
 def candidates(
-    spec: ModelSpec, memory: MemoryModel, time: TimeModel, wishes: Wishes, *, exact: bool = True
+    spec: ModelSpec, memory: MemoryModel, time: TimeModel, constraints: Constraints, *, exact: bool = True
 ) -> list[Choice]:
-    """Placements that keep to the wishes and are worth comparing, each once, in a fixed order.
+    """Return distinct placements to compare, which meet the constraints, in a fixed order.
 
     Args:
         spec: The model.
-        memory: Its memory.
-        time: Its time.
-        wishes: The constraints that are asked for.
-        exact: True if all placements are taken where they are few.
+        memory: The memory model.
+        time: The time model.
+        constraints: The constraints.
+        exact: True to return all placements if they are few.
 
     Raises:
-        OptionError: The wishes cannot be met together by these groups.
+        OptionError: These groups cannot meet the constraints together.
     """
-    allowed = allowed_tiers(wishes, [group.name for group in spec.groups], spec.world_size)
+    allowed = allowed_tiers(constraints, [group.name for group in spec.groups], spec.world_size)
     found: dict[Choice, None] = {}
-    for options in _meeting_fractions(spec, [allowed[group.name] for group in spec.groups], wishes):
+    for options in _meeting_fractions(spec, [allowed[group.name] for group in spec.groups], constraints):
         found.update(dict.fromkeys(search(spec, memory, time, options, exact=exact)))
     return list(found)
 
@@ -67,14 +68,14 @@ def search(
     *,
     exact: bool = True,
 ) -> list[Choice]:
-    """Placements out of the tiers that each group may have, which are worth comparing.
+    """Return placements to compare, made of the allowed tiers of each group.
 
     Args:
         spec: The model.
-        memory: Its memory.
-        time: Its time.
-        options: Tiers of each group, from most device memory to least.
-        exact: True if all placements are taken where they are few.
+        memory: The memory model.
+        time: The time model.
+        options: The allowed tiers of each group, from most device memory to least.
+        exact: True to return all placements if they are few.
     """
     if exact and prod(map(len, options)) <= _ENUMERATED:
         return list(product(*options))
@@ -89,12 +90,12 @@ def search(
     return list(found)
 
 
-def meets_fractions(spec: ModelSpec, wishes: Wishes, choice: Choice) -> bool:
-    """Return True if a placement has the fractions that are wished for, to within one group."""
+def meets_fractions(spec: ModelSpec, constraints: Constraints, choice: Choice) -> bool:
+    """Return True if a placement has the wanted fractions, exact to one group."""
     trained = [group.trainable for group in spec.groups]
     for fraction, tiers in (
-        (wishes.offload_fraction, (Tier.OFFLOADED, Tier.STREAMED)),
-        (wishes.stream_fraction, (Tier.STREAMED,)),
+        (constraints.offload_fraction, (Tier.OFFLOADED, Tier.STREAMED)),
+        (constraints.stream_fraction, (Tier.STREAMED,)),
     ):
         there = sum(numel for numel, tier in zip(trained, choice, strict=True) if tier in tiers)
         if fraction is not None and abs(there - fraction * sum(trained)) > max(trained, default=0):
@@ -103,39 +104,37 @@ def meets_fractions(spec: ModelSpec, wishes: Wishes, choice: Choice) -> bool:
 
 
 def orders(spec: ModelSpec) -> list[list[int]]:
-    """Orders in which groups are moved off the device.
-
-    From the last to the first, because the gradients of the last are complete first and its next forward is
-    the last; spread evenly, so that copies have the most computing to hide behind; from the first; by size.
-    """
+    """Return the orders in which the search moves groups off the device."""
+    # Last to first: the last group's gradients are complete first, and its next forward comes last. Spread
+    # evenly: copies have the most compute to hide behind. Then from the first, and by size.
     forward = list(range(len(spec.groups)))
     largest = sorted(forward, key=lambda j: (-spec.groups[j].numel, j))
     return [forward[::-1], _spread(len(forward)), forward, largest, largest[::-1]]
 
 
 def _spread(count: int) -> list[int]:
-    """Places in an order whose every beginning is spread over all of them: by reversed binary digits."""
+    """Return indices in an order whose every prefix is spread evenly, by reversed binary digits."""
     width = max(1, (count - 1).bit_length())
     reversed_digits = (int(format(at, f"0{width}b")[::-1], 2) for at in range(2**width))
     return [at for at in reversed_digits if at < count]
 
 
 def _meeting_fractions(
-    spec: ModelSpec, options: list[tuple[Tier, ...]], wishes: Wishes
+    spec: ModelSpec, options: list[tuple[Tier, ...]], constraints: Constraints
 ) -> Iterator[list[tuple[Tier, ...]]]:
-    """The tiers of each group, narrowed in several ways so that any choice from them has the fractions."""
-    if wishes.offload_fraction is None and wishes.stream_fraction is None:
+    """Yield narrowed tiers of each group; any choice from them has the wanted fractions."""
+    if constraints.offload_fraction is None and constraints.stream_fraction is None:
         yield options
         return
     seen: set[tuple[tuple[Tier, ...], ...]] = set()
     for order in orders(spec):
         narrowed = options
-        if wishes.offload_fraction is not None:
+        if constraints.offload_fraction is not None:
             host = {Tier.OFFLOADED, Tier.STREAMED}
-            narrowed = _narrow(spec, narrowed, order, host, "offload_fraction", wishes.offload_fraction)
-        if wishes.stream_fraction is not None:
+            narrowed = _narrow(spec, narrowed, order, host, "offload_fraction", constraints.offload_fraction)
+        if constraints.stream_fraction is not None:
             narrowed = _narrow(
-                spec, narrowed, order, {Tier.STREAMED}, "stream_fraction", wishes.stream_fraction
+                spec, narrowed, order, {Tier.STREAMED}, "stream_fraction", constraints.stream_fraction
             )
         if tuple(narrowed) not in seen:
             seen.add(tuple(narrowed))
@@ -147,14 +146,12 @@ def _narrow(
     options: Sequence[tuple[Tier, ...]],
     order: Sequence[int],
     chosen: set[Tier],
-    wish: str,
+    name: str,
     fraction: float,
 ) -> list[tuple[Tier, ...]]:
-    """Leave trained groups only tiers in `chosen`, or only others, so that the former have the fraction.
-
-    Groups are taken in the order given as long as each brings the sum nearer to what is asked for, which
-    ends within half of the smallest group that could still be taken.
-    """
+    """Leave each trained group only tiers in `chosen`, or only others, to meet a fraction."""
+    # Groups are taken in order, as long as each brings the sum nearer to the target. The error is then at
+    # most half of the smallest group left.
     trained = [group.trainable for group in spec.groups]
     target = fraction * sum(trained)
     forced = [j for j, tiers in enumerate(options) if chosen.issuperset(tiers)]
@@ -167,9 +164,9 @@ def _narrow(
     if abs(total - target) > max(trained, default=0):
         share = total / sum(trained)
         raise OptionError(
-            f"{wish}={fraction} cannot be met: with the tiers asked for and the other fraction, {share:.3f} "
-            "is the nearest share of the trained elements.",
-            remedy=f"Set {wish} to {share:.3f}, or leave out the tiers of single groups.",
+            f"{name}={fraction} cannot be met: with the other options, the nearest share of the trained "
+            f"elements is {share:.3f}.",
+            remedy=f"Set {name} to {share:.3f}, or leave out the tiers of single groups.",
         )
     return [
         tuple(tier for tier in tiers if not trained[j] or (tier in chosen) == (j in taken))
@@ -180,7 +177,7 @@ def _narrow(
 def _searched(
     spec: ModelSpec, memory: MemoryModel, time: TimeModel, options: Sequence[tuple[Tier, ...]]
 ) -> Iterator[Choice]:
-    """Placements on the ways from most to least device memory."""
+    """Yield placements on paths from most to least device memory."""
     all_orders = orders(spec)
     for lane in (None, *range(len(LANES))):
         for order in all_orders[:2]:
@@ -197,14 +194,14 @@ def _greedy(
     order: Sequence[int],
     lane: int | None,
 ) -> Iterator[Choice]:
-    """Move one group at a time, the one that saves most device memory per second that is lost.
+    """Move one group at a time: the one that saves most device memory per lost second.
 
     Args:
-        memory: The memory of the model.
-        time: The time of the model.
-        options: Tiers of each group.
-        order: Decides which of several equal groups goes first.
-        lane: Whose seconds count, because the others are hidden behind it; None: all of them.
+        memory: The memory model.
+        time: The time model.
+        options: The allowed tiers of each group.
+        order: The order among equal groups.
+        lane: The lane whose seconds count, because it hides the others; None for all lanes.
     """
 
     def best(j: int, at: int) -> tuple[float, int] | None:
@@ -221,6 +218,7 @@ def _greedy(
 
     current = [0] * len(options)
     rank = {j: place for place, j in enumerate(order)}
+    # Rounded, so that equal groups do not differ in the last bits and `order` decides between them.
     heap = [(float(f"{move[0]:.6g}"), rank[j], j, move[1]) for j in order if (move := best(j, 0))]
     heapq.heapify(heap)
     yield tuple(tiers[0] for tiers in options)
@@ -238,7 +236,7 @@ def _stays(memory: MemoryModel, j: int, tier: Tier) -> int:
 
 
 def _tier_by_tier(options: Sequence[tuple[Tier, ...]], order: Sequence[int]) -> Iterator[Choice]:
-    """All groups to the next tier, one after the other, then all of them to the one after it."""
+    """Move all groups to the next tier one after the other, then to the tier after it."""
     current = [tiers[0] for tiers in options]
     yield tuple(current)
     for tier in tuple(Tier)[1:]:
@@ -249,7 +247,7 @@ def _tier_by_tier(options: Sequence[tuple[Tier, ...]], order: Sequence[int]) -> 
 
 
 def _blocks(options: Sequence[tuple[Tier, ...]], order: Sequence[int]) -> Iterator[Choice]:
-    """Every division of an order into a block of each tier, in steps that keep their number bounded."""
+    """Yield the splits of an order into one block of each tier, in steps that bound their number."""
     tiers = sorted({tier for one in options for tier in one}, key=tuple(Tier).index, reverse=True)
     count, cuts = len(order), len(tiers) - 1
     steps = count
@@ -267,7 +265,7 @@ def _blocks(options: Sequence[tuple[Tier, ...]], order: Sequence[int]) -> Iterat
 
 
 def _neighbours(choice: Choice, options: Sequence[tuple[Tier, ...]]) -> Iterator[Choice]:
-    """Every placement that differs in one group."""
+    """Yield every placement that differs in one group."""
     for j, tiers in enumerate(options):
         for tier in tiers:
             if tier is not choice[j]:

@@ -1,11 +1,11 @@
-"""How long a step takes under a placement: computing, copies, collectives and the host's step as lanes.
+"""Predict the time of a step under a placement, with compute, copies, collectives and host step as lanes.
 
-Owns the formulas of time and of bytes moved; never those of memory (`nnx_colossalai.plan.cost`).
+This module has the formulas of time and of bytes moved; `nnx_colossalai.plan.cost` has those of memory.
 
-A lane does one thing after the other: ``compute`` (forward, backward, the step on the device), ``to_device``
-and ``to_host`` (copies), ``host`` (the step in host memory) and ``collective``. A step is timed from the
-moment at which all gradients of one batch are complete to the same moment of the next batch, because no step
-of an optimizer may begin earlier: clipping and the check for overflow need all of them.
+A lane runs one operation after the other: ``compute`` (forward, backward, the step on the device),
+``to_device`` and ``to_host`` (copies), ``host`` (the step in host memory) and ``collective``. A step is timed
+between the moments at which all gradients of two successive batches are complete. No optimizer step may begin
+earlier, because clipping and the overflow check need all gradients.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from dataclasses import dataclass, field
 from nnx_colossalai.plan.cost import MemoryModel
 from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier
 
-_FORWARD = 1 / 3  # of the time of forward and backward together, which differentiates for weights and inputs
-_NOT_HIDDEN = (
-    0.05  # of the work of host and copies: what computing loses to it in Python and memory bandwidth
-)
+_FORWARD = 1 / 3
+"""The forward's share of compute time; backward computes gradients of weights and of inputs."""
+_NOT_HIDDEN = 0.05
+"""The share of host work and copies that slows compute down, through Python and memory bandwidth."""
 LANES = ("compute", "to_device", "to_host", "host", "collective")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Bytes that one group moves on one rank in one step, and elements that are stepped.
+    """The bytes that one group moves and the elements that it steps, on one rank in one step.
 
     Attributes:
         fetched: The bytes copied from host to device before a forward, and again before the backward.
         refreshed: The bytes copied from host to device after the step.
         gradients: The bytes copied from device to host in the backward.
-        gathered: Sent in the all-gather before a forward.
-        gathered_again: Sent in the all-gather before a backward.
-        reduced: Sent in the reduce-scatter of the gradients.
-        host_step: Elements that the optimizer updates in host memory.
-        device_step: Elements that it updates on the device.
+        gathered: The bytes sent in the all-gather before a forward.
+        gathered_again: The bytes sent in the all-gather before a backward.
+        reduced: The bytes sent in the reduce-scatter of the gradients.
+        host_step: The elements that the optimizer updates in host memory.
+        device_step: The elements that it updates on the device.
     """
 
     fetched: int = 0
@@ -49,19 +49,19 @@ class Work:
 
     @property
     def to_device(self) -> int:
-        """Bytes from host to device in one step."""
+        """The bytes from host to device in one step."""
         return 2 * self.fetched + self.refreshed
 
     @property
     def to_host(self) -> int:
-        """Bytes from device to host in one step."""
+        """The bytes from device to host in one step."""
         return self.gradients
 
 
 def work(spec: ModelSpec, group: Group, tier: Tier) -> Work:
-    """What one group moves on one rank in one step of one batch.
+    """Return the work of one group on one rank in one step of one batch.
 
-    With ``N``, ``T`` the elements and trained elements of one rank, and ``w``, ``g`` bytes per element of
+    ``N``, ``T`` are the elements and trained elements of one rank; ``w``, ``g`` are the bytes per element of
     working weights and of the gradients that the optimizer reads:
 
     ========= ==================================== =======================
@@ -74,9 +74,9 @@ def work(spec: ModelSpec, group: Group, tier: Tier) -> Work:
     streamed  ``N*w`` before forward and backward  as offloaded
     ========= ==================================== =======================
 
-    Gradients are as wide as working weights at one rank, where nothing is lost by it, and as wide as the
-    optimizer reads them above, because they are sums there. A rank of ``W`` sends ``(W - 1)/W`` of the
-    complete ``n*w`` bytes in an all-gather (one where gathered, else two) and of ``t*g`` in a reduce-scatter.
+    At one rank gradients move at the working width, which loses nothing. Above one rank they are sums, and
+    move at the optimizer's width. A rank of ``W`` sends ``(W - 1)/W`` of the full ``n*w`` bytes in an
+    all-gather (one in tier gathered, else two) and of ``t*g`` in a reduce-scatter.
 
     Example:
         >>> group = Group(name="layer", numel=1000, trainable=1000)
@@ -104,11 +104,11 @@ def work(spec: ModelSpec, group: Group, tier: Tier) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Predicted time of one step.
+    """The predicted time of one step.
 
     Attributes:
         seconds: The time from one batch's complete gradients to those of the next.
-        busy: Seconds of work of each lane; a lane near `seconds` is what limits the step.
+        busy: The seconds of work of each lane; a lane near `seconds` limits the step.
     """
 
     seconds: float
@@ -118,13 +118,13 @@ class StepTime:
 def step_time(
     spec: ModelSpec, resources: RankResources, placement: Placement, *, overlapped: bool = True
 ) -> StepTime:
-    """Predicted time of one step under a placement.
+    """Predict the time of one step under a placement.
 
     Args:
         spec: The model.
-        resources: Its rates.
+        resources: The rates.
         placement: A tier for each group.
-        overlapped: True if a forward waits only for the step of its own group, instead of for all.
+        overlapped: True if a forward waits only for the step of its own group, False if for all.
     """
     model = TimeModel(spec, resources, overlapped=overlapped)
     return model.step_time([placement.tiers[group.name] for group in spec.groups])
@@ -145,13 +145,13 @@ class _Seconds:
 
 
 class TimeModel:
-    """Time of any placement of one model, quickly.
+    """Predicts the time of any placement of one model; figures of the model are computed once.
 
     Args:
         spec: The model.
-        resources: Its rates.
-        overlapped: The same as in `step_time`.
-        uses: First and last place at which each group is in use; found here where not given.
+        resources: The rates.
+        overlapped: The argument of `step_time`.
+        uses: The `MemoryModel.uses` of the model; computed if None.
     """
 
     def __init__(
@@ -176,39 +176,37 @@ class TimeModel:
         self._order = sorted(range(count), key=lambda j: (uses[j][0], -uses[j][1], j))
 
     def lanes(self, index: int, tier: Tier) -> tuple[float, ...]:
-        """Seconds of work that one group is for each of `LANES`."""
+        """Return the seconds of one group's work on each of `LANES`."""
         return self._lanes[index][tier]
 
     def step_time(self, tiers: Sequence[Tier]) -> StepTime:
-        """Time of a step, and what each lane does in it."""
+        """Return the time of a step and of each lane's work."""
         return StepTime(self.seconds(tiers), dict(zip(LANES, self._busy(tiers), strict=True)))
 
     def bound(self, tiers: Sequence[Tier]) -> float:
-        """A time that no step is shorter than, found more quickly: that of the busiest lane."""
+        """Return a cheap lower bound of `seconds`: the time of the busiest lane."""
         busy = self._busy(tiers)
         return max(busy) + _NOT_HIDDEN * sum(busy[1:4])
 
     def seconds(self, tiers: Sequence[Tier]) -> float:
-        """Time of a step: step, forward and backward on lanes that wait for each other.
-
-        To which a twentieth of what host and copies do is added: an assumption, so that nothing is taken off
-        the device only because it could be hidden.
-        """
+        """Return the time of a step, in which the lanes wait for each other."""
         one = [by_tier[tier] for by_tier, tier in zip(self._seconds, tiers, strict=True)]
         stepped, refreshing, started = self._step(one)
         compute, fetching = self._forward(one, stepped, refreshing, started)
-        # Refreshing and fetching were laid out apart, so both together may be more than the lane can do.
+        # Refreshing and fetching were scheduled apart, but share a lane that may be too busy for both.
         busy = self._busy(tiers)
+        # The last term is an assumption: without it, a copy that can be hidden would cost nothing, and the
+        # planner would move chunks off the device for no gain.
         return max(self._backward(one, compute, fetching), *busy) + _NOT_HIDDEN * sum(busy[1:4])
 
     def _busy(self, tiers: Sequence[Tier]) -> list[float]:
-        """Seconds of work of each of `LANES`."""
+        """Return the seconds of work of each of `LANES`."""
         return list(
             map(sum, zip(*(one[tier] for one, tier in zip(self._lanes, tiers, strict=True)), strict=True))
         ) or [0.0] * len(LANES)
 
     def _step(self, one: list[_Seconds]) -> tuple[list[float], float, float]:
-        """When each group is stepped and refreshed, the lane to the device is free, and computing begins."""
+        """Return when groups are refreshed, the lane to the device is free, and compute begins."""
         if not self.overlapped:
             everything = max(sum(s.host for s in one), sum(s.device for s in one)) + sum(
                 s.refresh for s in one
@@ -226,13 +224,12 @@ class TimeModel:
     def _forward(
         self, one: list[_Seconds], stepped: list[float], to_device: float, compute: float
     ) -> tuple[float, float]:
-        """When the forward has ended, and the lane to the device is free.
-
-        A group's weights are fetched and gathered while the group before it computes.
-        """
+        """Return the times when the forward has ended and the lane to the device is free."""
+        # A group's weights are fetched and gathered while the group before it computes.
         collective = before = compute
+        # When overlapped, refreshes follow the order of use too, between the fetches of this loop.
         if self.overlapped:
-            to_device = 0.0  # refreshing goes on in the order of use, between the fetches
+            to_device = 0.0
         for at, group in enumerate(self.spec.groups):
             ready = compute
             for j in self._first[at]:
@@ -250,7 +247,7 @@ class TimeModel:
         return compute, to_device
 
     def _backward(self, one: list[_Seconds], compute: float, to_device: float) -> float:
-        """When all gradients are where the optimizer reads them, and computing has ended."""
+        """Return the time when compute has ended and the optimizer can read all gradients."""
         collective = before = end = compute
         to_host = 0.0
         for at in reversed(range(len(one))):

@@ -1,7 +1,7 @@
-"""What the planner is given: groups of parameters, what the hardware has, and what the user wishes.
+"""The inputs of the planner: groups of parameters, the resources of a rank, and the user's constraints.
 
-Plain data without torch, so that plans are made, saved, edited and compared anywhere. All sizes are bytes,
-times are seconds, rates are per second; sizes are those of one rank unless their name says otherwise.
+This is plain data without torch, so plans can be made, saved, edited and compared anywhere. All sizes are
+bytes of one rank unless stated otherwise, times are seconds, and rates are per second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 def format_bytes(number: int) -> str:
-    """A number of bytes as people read it, exact as well where it is rounded.
+    """Return a number of bytes as readable text, with the exact number if it is rounded.
 
     Example:
         >>> format_bytes(512)
@@ -35,19 +35,19 @@ def format_bytes(number: int) -> str:
 
 
 class Tier(str, Enum):
-    """Where the weights of a chunk and what trains them lie, from most device memory to least.
+    """The memory of a chunk's weights, gradients and optimizer state, from most device memory to least.
 
-    Each rank holds its part of masters, gradients and optimizer state in every tier.
+    In every tier, the ranks shard masters, gradients and optimizer state.
     """
 
     GATHERED = "gathered"
-    """All on the device; the complete working weights stay from a forward to its backward."""
+    """All on the device; the gathered working weights stay from a forward to its backward."""
     SHARDED = "sharded"
-    """All on the device; each rank keeps its part of the weights, complete only while they are used."""
+    """All on the device; working weights are sharded, and gathered only for their uses."""
     OFFLOADED = "offloaded"
     """Working weights on the device; masters, gradients and optimizer state in host memory."""
     STREAMED = "streamed"
-    """Working weights in host memory too, on the device only while they are used."""
+    """Working weights in host memory too, and on the device only for their uses."""
 
     @property
     def steps_on_host(self) -> bool:
@@ -57,15 +57,15 @@ class Tier(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The parameters of one chunk, in the order in which a forward uses the chunks.
+    """The parameters of one chunk.
 
     Attributes:
         name: The name of the module (``""`` for the root), or of the first of several small ones merged into
             one chunk.
-        numel: Elements of all ranks together.
-        trainable: The number of them that are trained.
-        activation_bytes: The bytes that its forward keeps for its backward.
-        compute_seconds: Forward and backward on the device.
+        numel: The elements of all ranks together.
+        trainable: The trained elements among them.
+        activation_bytes: The bytes that its forward saves for its backward.
+        compute_seconds: The seconds of its forward and backward on the device.
     """
 
     name: str
@@ -77,21 +77,20 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A model as the planner sees it.
+    """The description of a model for the planner.
 
     Attributes:
         groups: The groups in the order of the forward.
-        world_size: Ranks over which masters, gradients and optimizer state are divided.
-        working_bytes: Per element of the weights that forward and backward compute with: 2 or 4.
-        master_bytes: Per element of the masters; 4, or `working_bytes` where the weights are their own
-            masters.
-        gradient_bytes: Per element of the gradients that the optimizer reads.
-        optimizer_bytes: Per trained element of the optimizer's state, such as 8 for Adam.
-        other_device_bytes: The bytes that the device holds besides: buffers, the largest temporary, the
-            allocator's slack.
-        gradients_in_forward: True if gradients of the batch before are still there in a forward: they are
-            when gradients are accumulated, when a step overlaps the forward, and in Lightning's Trainer,
-            which clears them after it.
+        world_size: The number of ranks that shard masters, gradients and optimizer state.
+        working_bytes: The bytes per element of the working weights: 2 or 4.
+        master_bytes: The bytes per element of the masters: 4, or `working_bytes` without separate masters.
+        gradient_bytes: The bytes per element of the gradients that the optimizer reads.
+        optimizer_bytes: The bytes of optimizer state per trained element, such as 8 for Adam.
+        other_device_bytes: The other bytes on the device: buffers, the largest temporary, the allocator's
+            slack.
+        gradients_in_forward: True if a forward runs while gradients of the last batch are alive. This is so
+            with gradient accumulation, with a step that overlaps the forward, and in Lightning's Trainer,
+            which clears them after the forward.
     """
 
     groups: tuple[Group, ...]
@@ -106,15 +105,15 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """How fast a rank is; per second. By default a common accelerator, which nobody measured.
+    """The rates of a rank, per second. The defaults are assumed for a common accelerator, not measured.
 
     Attributes:
-        to_device: Bytes from host to device.
-        to_host: Bytes from device to host.
-        host_step: Elements that the optimizer updates in host memory.
-        device_step: The same on the device.
-        collective: Bytes that a rank sends in an all-gather or reduce-scatter.
-        flops: Floating point operations of matrix products.
+        to_device: The bytes from host to device.
+        to_host: The bytes from device to host.
+        host_step: The elements that the optimizer updates in host memory.
+        device_step: The elements that the optimizer updates on the device.
+        collective: The bytes that a rank sends in an all-gather or reduce-scatter.
+        flops: The floating point operations of matrix products.
     """
 
     to_device: float = 20e9
@@ -127,11 +126,11 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResources(Rates):
-    """What a rank may use, and how fast it is.
+    """The budgets and rates of a rank.
 
     Attributes:
-        device_bytes: The bytes of the device for this rank.
-        host_bytes: The bytes of the host for this rank.
+        device_bytes: The budget of device memory.
+        host_bytes: The budget of host memory.
     """
 
     device_bytes: int
@@ -140,7 +139,7 @@ class RankResources(Rates):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A tier for every group: the outcome of planning, before it is explained.
+    """A tier for every group.
 
     Attributes:
         tiers: The tiers by the name of the group, in the order of the forward.
@@ -149,9 +148,8 @@ class Placement:
     tiers: dict[str, Tier]
 
 
-# What the user asks of a plan, checked for contradictions before anything is computed.
-#
-# Owns the meaning of the wishes; never looks at a model's sizes (`planner` does).
+# The user's constraints, checked for contradictions before anything is computed; `planner` applies them to
+# the sizes of a model.
 
 
 POLICIES: Mapping[str, tuple[Tier, ...]] = {
@@ -164,29 +162,28 @@ POLICIES: Mapping[str, tuple[Tier, ...]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """What a plan is to keep to, beside the budgets.
+class Constraints:
+    """The user's constraints of a plan, besides the budgets.
 
     Attributes:
-        policy: ``"auto"`` lets the planner choose; ``"cuda"`` keeps everything on the device, ``"cpu"``
-            everything in host memory; the name of a tier puts every group there.
-        offload_fraction: Share of the trained elements whose masters and optimizer state are in host memory,
-            met to within one group; None leaves it to the planner.
-        stream_fraction: Share of the trained elements whose working weights are in host memory too.
-        gpu_margin_ratio: Share of the device memory left beside all working weights and activations that
-            masters, gradients and optimizer state may take; None: as much as fits.
-        gathered_allowed: True if complete weights may stay on every rank.
-        tiers: The tiers of single groups, by name; these are not chosen.
-        overlapped: True if the step in host memory overlaps with the next forward, which decides what is
-            fast.
+        policy: ``"auto"`` lets the planner choose, ``"cuda"`` keeps everything on the device, ``"cpu"``
+            everything in host memory, and the name of a tier puts every group there.
+        offload_fraction: The share of the trained elements whose masters and optimizer state are in host
+            memory, exact to one group; None leaves it to the planner.
+        stream_fraction: The share of the trained elements whose working weights are in host memory too.
+        gpu_margin_ratio: The share of device memory for masters, gradients and optimizer state, out of the
+            memory that working weights and activations leave; None for as much as fits.
+        gathered_allowed: True if gathered weights may stay on every rank.
+        tiers: The fixed tiers of single groups, by name.
+        overlapped: True if the step in host memory overlaps with the next forward, which changes the times.
 
     Raises:
-        OptionError: A value is out of range, a name is unknown, or two wishes contradict each other.
+        OptionError: A value is out of range, a name is unknown, or two constraints contradict each other.
 
     Example:
-        >>> Wishes(offload_fraction=0.25).policy
+        >>> Constraints(offload_fraction=0.25).policy
         'auto'
-        >>> Wishes(policy="cuda", offload_fraction=0.25)
+        >>> Constraints(policy="cuda", offload_fraction=0.25)
         Traceback (most recent call last):
         ...
         nnx_core.errors.OptionError: policy='cuda' contradicts offload_fraction=0.25. Leave one of them out.
@@ -210,7 +207,7 @@ class Wishes:
 
     @property
     def given(self) -> str:
-        """What is asked for that narrows the choice, as the user wrote it; empty if nothing."""
+        """The constraints that narrow the choice, as the user wrote them; empty if there are none."""
         parts = [f"policy={self.policy!r}"] if self.policy != "auto" else []
         parts += [
             f"{name}={value}"
@@ -221,7 +218,7 @@ class Wishes:
         return ", ".join(parts)
 
     def _contradictions(self) -> Iterable[tuple[str, str]]:
-        """Pairs of wishes that cannot both be kept, as the user wrote them."""
+        """Yield pairs of constraints that exclude each other, as the user wrote them."""
         policy, allowed = f"policy={self.policy!r}", POLICIES[self.policy]
         host = any(tier.steps_on_host for tier in allowed)
         device = any(not tier.steps_on_host for tier in allowed)
@@ -239,7 +236,7 @@ class Wishes:
                 yield policy, written
             if self.offload_fraction is not None and self.stream_fraction > self.offload_fraction:
                 yield (
-                    written + ", which is part of what is offloaded,",
+                    written + ", a share of the offloaded elements,",
                     f"offload_fraction={self.offload_fraction}",
                 )
         if self.gpu_margin_ratio is not None and self.policy != "auto":
@@ -253,16 +250,16 @@ class Wishes:
                 yield f"tier 'gathered' of {name!r}", "gathered_allowed=False"
 
 
-def allowed_tiers(wishes: Wishes, names: Iterable[str], world_size: int) -> dict[str, tuple[Tier, ...]]:
-    """The tiers that each group may have, from most device memory to least.
-
-    At one rank gathered and sharded are the same: only one of them is left to choose.
+def allowed_tiers(
+    constraints: Constraints, names: Iterable[str], world_size: int
+) -> dict[str, tuple[Tier, ...]]:
+    """Return the allowed tiers of each group, from most device memory to least.
 
     Raises:
-        OptionError: A wish is about a group that there is not.
+        OptionError: A constraint names an unknown group.
     """
     names = tuple(names)
-    for name in wishes.tiers:
+    for name in constraints.tiers:
         if name not in names:
             near = get_close_matches(name, names, n=3, cutoff=0.0)
             raise OptionError(
@@ -272,11 +269,14 @@ def allowed_tiers(wishes: Wishes, names: Iterable[str], world_size: int) -> dict
                 else "The model has no groups.",
             )
     tiers = tuple(
-        tier for tier in POLICIES[wishes.policy] if wishes.gathered_allowed or tier is not Tier.GATHERED
+        tier
+        for tier in POLICIES[constraints.policy]
+        if constraints.gathered_allowed or tier is not Tier.GATHERED
     )
+    # At one rank gathered and sharded are the same, so only one of them is left to choose.
     if world_size == 1 and Tier.GATHERED in tiers:
         tiers = tuple(tier for tier in tiers if tier is not Tier.SHARDED)
-    return {name: (wishes.tiers[name],) if name in wishes.tiers else tiers for name in names}
+    return {name: (constraints.tiers[name],) if name in constraints.tiers else tiers for name in names}
 
 
 def _check_policy(policy: str) -> None:

@@ -1,4 +1,4 @@
-"""The timeline of a plan as a picture: memory of a rank over one step by kind, against its budget."""
+"""Draw the timeline of a plan: memory of a rank over one step by kind, against its budget."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def draw_timeline(memory: Memory, resources: RankResources, path: str | Path, *,
     """Draw the memory over one step to a PNG file.
 
     Args:
-        memory: The memory as planned.
-        resources: Whose budget is drawn.
+        memory: The planned memory.
+        resources: The resources with the budget.
         path: The path of the file.
-        title: Above the picture.
+        title: The title above the picture.
 
     Raises:
         PlanError: The file cannot be written.
@@ -70,7 +70,7 @@ def draw_timeline(memory: Memory, resources: RankResources, path: str | Path, *,
 
 
 def _stack(axes: Axes, memory: Memory) -> None:
-    """One step of the line for each moment, kinds upon each other."""
+    """Draw the kinds stacked upon each other, with one step of the line for each moment."""
     count = len(memory.timeline)
     edges = [at - 0.5 for at in range(count + 1)]
     below = [0.0] * count
@@ -84,7 +84,7 @@ def _stack(axes: Axes, memory: Memory) -> None:
 
 
 def _budget(axes: Axes, memory: Memory, resources: RankResources) -> None:
-    """The budget as a line, unless it is so far above that nothing else could be seen."""
+    """Draw the budget as a line, unless it is so high that it would flatten the rest."""
     budget, peak = resources.device_bytes / _GIB, max(memory.device, 1) / _GIB
     if budget <= 4 * peak:
         axes.axhline(budget, color="black", linestyle="--", linewidth=1.2, label="budget")
@@ -105,6 +105,7 @@ def _label(axes: Axes, memory: Memory) -> None:
     top = axes.get_ylim()[1] * 0.99
     for phase in dict.fromkeys(moment.phase for moment in moments):
         own = [at for at, moment in enumerate(moments) if moment.phase == phase]
-        if phase != "step":  # that is one moment, whose label says so
+        # The step is a single moment, which has the label already.
+        if phase != "step":
             axes.text(sum(own) / len(own), top, phase, ha="center", va="top", fontsize=8)
     axes.set_ylabel("device memory, GiB")

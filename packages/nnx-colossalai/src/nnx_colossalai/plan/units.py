@@ -1,8 +1,8 @@
-"""Which modules become chunks, and which parameters each of them holds.
+"""Choose the modules that become chunks, and the parameters of each.
 
-One unit per layer, exactly as large as its parameters; large modules outside of the layers, such as
-embeddings and heads, are units of their own; what is small stays with the unit above it, in the end with
-the root. It chooses and counts, and never changes a module.
+Each layer is one unit, exactly as large as its parameters. Large modules outside of the layers, such as
+embeddings and heads, are units too. Small modules stay with the unit above them, in the end with the root.
+No module is changed here.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from nnx_fsdp.units import DEFAULT_MIN_NUM_PARAMS, choose_units, modules_by_choi
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _DIVISIBLE = (*_LISTS, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
-"""Classes of torch that call their children; others use the children's weights themselves."""
+"""torch's classes that call their children; its other classes use the children's weights directly."""
 
 
 class FoundUnit(NamedTuple):
     """A module whose parameters become one chunk.
 
     Attributes:
-        name: Full name of the module; ``""`` for the root.
+        name: The full name of the module; ``""`` for the root.
         module: The module.
-        parameters: The parameters that are in no unit inside of it, by full name.
+        parameters: The parameters that are in no inner unit, by full name.
     """
 
     name: str
@@ -36,12 +36,12 @@ class FoundUnit(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """The number of elements."""
         return _count(self.parameters.values())
 
     @property
     def trainable(self) -> int:
-        """Elements of those that require gradients."""
+        """The number of elements that require gradients."""
         return _count(p for p in self.parameters.values() if p.requires_grad)
 
 
@@ -56,19 +56,19 @@ def find_units(
 ) -> tuple[FoundUnit, ...]:
     """Choose the units of a model, in the order of definition; the root is always the last.
 
-    A tied parameter is in the innermost unit that all modules that hold it are in. So no unit shares a
-    parameter with a module outside of it, as FSDP2 demands.
+    A tied parameter is in the innermost unit that contains all its modules. So no unit shares a parameter
+    with a module outside of it, as FSDP2 requires.
 
     Args:
-        root: The whole model; parameters may be on the meta device.
-        policy: Layer class or classes, or a function from module to bool, which then alone decides; None
-            finds layers that repeat, and large modules beside them.
-        min_numel: Smaller modules stay with the unit above them; by default 100,000 elements, less where
-            `max_numel` is less. With a policy, 0.
-        max_numel: Units of more elements are divided among the modules they call, as far as they call any.
-        leave: Names of modules that must not be units, nor anything in them, because their weights are used
-            while they do not run.
-        by_choice: Modules that a forward chooses between: see `nnx_fsdp.units.modules_by_choice`.
+        root: The complete model; parameters may be on the meta device.
+        policy: A layer class or several, or a function from module to bool, which alone decides. None finds
+            layers that repeat, and large modules beside them.
+        min_numel: The smallest unit in elements; smaller modules stay with the unit above them. By default
+            100,000 or `max_numel`, whichever is less; 0 with a policy.
+        max_numel: The largest unit in elements; larger units are split into the modules that they call.
+        leave: Names of modules that must not be units, nor contain any, because other modules use their
+            weights.
+        by_choice: The conditionally executed modules: see `nnx_fsdp.units.modules_by_choice`.
 
     Raises:
         OptionError: The policy is of the wrong type or matches nothing, or the bounds contradict each other.
@@ -104,12 +104,12 @@ def _least(min_numel: int | None, max_numel: int | None, policy: object) -> int:
 
 
 class _Tree:
-    """Who holds which parameter, under every name that modules have.
+    """The modules that hold each parameter, under all their names.
 
     Args:
         root: The model.
-        left: Names of modules that are not to be units, nor anything in them.
-        by_choice: Modules that are no units either, as other ranks may not call them in the same step.
+        left: Names of modules that must not be units, nor contain any.
+        by_choice: Modules that must not be units, because other ranks may not call them in the same step.
     """
 
     def __init__(self, root: nn.Module, *, left: Collection[str], by_choice: Collection[nn.Module]) -> None:
@@ -121,16 +121,16 @@ class _Tree:
             for parameter in module._parameters.values():
                 if parameter is not None:
                     self._users[id(parameter)].append(name)
-        self._left = {id(part) for name in left for part in root.get_submodule(name).modules()}
-        self._left |= set(map(id, by_choice))
+        self._excluded = {id(inner) for name in left for inner in root.get_submodule(name).modules()}
+        self._excluded |= set(map(id, by_choice))
 
     def name_of(self, module: nn.Module) -> str:
-        """The first of its names, which a module that several others hold has too."""
+        """Return the first name of a module, which may have several."""
         return self.names[id(module)][0]
 
     def can_be_unit(self, module: nn.Module) -> bool:
         """Return True if it is called, has parameters, and shares none with modules outside of it."""
-        if module is self.root or id(module) in self._left or not _has_forward(module):
+        if module is self.root or id(module) in self._excluded or not _has_forward(module):
             return False
         inside = self.names[id(module)]
         parameters = list(module.parameters())
@@ -142,7 +142,7 @@ class _Tree:
 def _large_parts(
     tree: _Tree, module: nn.Module, units: Mapping[str, nn.Module], least: int
 ) -> dict[str, nn.Module]:
-    """Innermost modules outside of the units that are large enough to be units themselves."""
+    """Return the innermost modules outside of the units that are large enough to be units."""
     found: dict[str, nn.Module] = {}
     for child in module.children():
         name = tree.name_of(child)
@@ -156,7 +156,7 @@ def _large_parts(
 
 
 def _divided(tree: _Tree, units: Mapping[str, nn.Module], least: int, most: int) -> dict[str, nn.Module]:
-    """The same units, with those that are too large replaced by what they call."""
+    """Split units that are too large into the modules that they call."""
     result = dict(units)
     too_large = [name for name, module in units.items() if _own_numel(name, module, result) > most]
     while too_large:
@@ -170,13 +170,14 @@ def _divided(tree: _Tree, units: Mapping[str, nn.Module], least: int, most: int)
         }
         result |= parts
         too_large += [part for part, module in parts.items() if _own_numel(part, module, result) > most]
+        # A small remainder goes to the unit above.
         if parts and _own_numel(name, result[name], result) < max(least, 1):
-            del result[name]  # what is left of it goes to the unit above
+            del result[name]
     return result
 
 
 def _called_by(tree: _Tree, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a forward calls, looking through lists."""
+    """Yield the modules that a forward calls, including those in lists."""
     if not _calls_children(module):
         return
     for child in module.children():
@@ -195,7 +196,7 @@ def _own_numel(name: str, module: nn.Module, units: Mapping[str, nn.Module]) -> 
 
 
 def _with_parameters(tree: _Tree, units: Mapping[str, nn.Module]) -> tuple[FoundUnit, ...]:
-    """Each unit with what no unit inside of it holds, units inside first."""
+    """Return each unit with the parameters of no inner unit; inner units come first."""
     names = {id(parameter): name for name, parameter in tree.root.named_parameters()}
     taken: set[int] = set()
     found = []
@@ -208,7 +209,7 @@ def _with_parameters(tree: _Tree, units: Mapping[str, nn.Module]) -> tuple[Found
 
 
 def _inside_first(root: nn.Module, units: Mapping[str, nn.Module]) -> Sequence[tuple[str, nn.Module]]:
-    """In the order of definition, but after what is inside."""
+    """Sort units by definition, each after its inner units."""
     last: dict[str, int] = {}
     for index, (name, _) in enumerate(root.named_modules()):
         parts = name.split(".")
@@ -218,12 +219,13 @@ def _inside_first(root: nn.Module, units: Mapping[str, nn.Module]) -> Sequence[t
 
 
 def _calls_children(module: nn.Module) -> bool:
-    """Return True if its forward calls its children, rather than using their weights by itself."""
+    """Return True if its forward calls its children instead of using their weights directly."""
     if not any(True for child in module.children() for _ in child.parameters()):
         return False
     if isinstance(module, _DIVISIBLE):
         return True
-    return not type(module).__module__.startswith("torch.nn.")  # so are the classes of parametrized modules
+    # Classes of parametrized modules are in torch.nn too.
+    return not type(module).__module__.startswith("torch.nn.")
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -239,7 +241,7 @@ def _count(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def padded_numel(parameter: nn.Parameter, world_size: int) -> int:
-    """Elements that all ranks together hold of it: its first dimension is cut into equal parts.
+    """Return the elements that all ranks together hold, when its first dim is split into equal shards.
 
     Example:
         >>> padded_numel(nn.Linear(3, 5).weight, 4)
@@ -252,7 +254,7 @@ def padded_numel(parameter: nn.Parameter, world_size: int) -> int:
 
 
 def waste(units: Iterable[FoundUnit], *, world_size: int) -> float:
-    """Share of elements that chunks hold beyond their parameters.
+    """Return the share of elements that padding adds to the parameters.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(30, 401, bias=False))

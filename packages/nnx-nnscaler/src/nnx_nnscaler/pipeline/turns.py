@@ -1,4 +1,9 @@
-"""One run of a stage's microbatches."""
+"""Run the microbatches of a pipeline on one rank, forward and backward interleaved by a schedule.
+
+The loss is computed inside of the stages. A forward that returns its loss, as those of Hugging Face do, runs
+forward and backward at once. The gradients wait beside the parameters until the user's backward reaches the
+loss, and are then multiplied by the gradient of the loss.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +21,11 @@ from nnx_nnscaler.pipeline.messages import refuse_second_derivative
 from nnx_nnscaler.plan.schedules import BACKWARD, FORWARD, WEIGHTS, Action
 
 _SPLIT = ("zero_bubble", "zbv", "dualpipev")
-"""Schedules that compute the gradients of inputs and of weights apart."""
-
-
-# The loss is then inside of the stages. A forward that returns its loss, as those of Hugging Face do, is run
-# forward and backward at once: gradients are kept beside the parameters until the user's backward reaches the
-# loss, and then multiplied by its gradient.
+"""Schedules that compute the gradients of inputs and of weights in separate actions."""
 
 
 class _Loss(torch.autograd.Function):
-    """A loss whose gradients are known, times a scale: its own gradient takes the place of that."""
+    """A loss whose gradients, times a scale, are known; backward multiplies them by its own gradient."""
 
     @staticmethod
     def forward(
@@ -42,13 +42,14 @@ class _Loss(torch.autograd.Function):
                 "a second backward goes through one forward of a pipeline, whose gradients were used up.",
                 remedy="Add the losses and call backward once, or use pipeline_scheduler='gpipe'.",
             )
+        # Scaled in place, which saves the memory of a second set of gradients.
         gradients, ctx.gradients = ctx.gradients, None
         factor = gradient.double() / ctx.scale
         return None, None, None, *(None if g is None else g.mul_(factor.to(g.dtype)) for g in gradients)
 
 
 class _BesideLoss(torch.autograd.Function):
-    """Another result, whose gradient would come too late."""
+    """Another result of the forward, which refuses a gradient: the stages have run their backward."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, loss: Tensor) -> Tensor:
@@ -64,14 +65,14 @@ class _BesideLoss(torch.autograd.Function):
 
 
 class Turns:
-    """One call of a pipeline on one rank, forward and backward in turns.
+    """One call of a pipeline on one rank, forward and backward interleaved.
 
     Args:
         call: The call.
-        microbatches: The values of each microbatch, which what stages give is added to.
+        microbatches: The values of each microbatch, to which the stages add their outputs.
         loss: The name of the loss.
         schedule: The name of the schedule.
-        keeps: Names of the values that the forward returns; others are freed once they are not needed.
+        keeps: The names of the values that the forward returns; others are freed after their last use.
         scale: The factor of the loss in the backward.
     """
 
@@ -92,9 +93,11 @@ class Turns:
         self._scale = scale
         self._splits = schedule in _SPLIT
         split = call.own if self._splits else ()
-        self._whole = {stage.number for stage in split if not can_split(stage, call.flows)}
+        # Stages that torch's split backward would differentiate wrongly; they compute both kinds at once.
+        self._unsplit = {stage.number for stage in split if not can_split(stage, call.flows)}
         names = {fqn: None for stage in call.own for fqn in stage.graph.parameters.values()}
         self._weights = {fqn: call.weights[fqn] for fqn in names}
+        # Leaves of their own: the parameters get gradients only in the user's backward, through `_Loss`.
         self._leaves = {
             fqn: weight.detach().requires_grad_(weight.requires_grad) for fqn, weight in self._weights.items()
         }
@@ -112,8 +115,9 @@ class Turns:
         self._later: dict[tuple[int, int], Any] = {}
 
     def run(self, own: Sequence[Action]) -> None:
-        """Do all that the schedule says."""
+        """Run all actions of this rank in the order of the schedule."""
         device = self._call.runtime.device.type
+        # Both passages return gradients of the loss only: other results refuse theirs.
         for passage in (self._call.between, self._call.passage):
             passage.begin_backward([self._loss])
         for kind, number, index in own:
@@ -121,6 +125,7 @@ class Turns:
                 with torch.enable_grad():
                     self._forward(number, index)
             else:
+                # The forward may run under autocast, but backward must not, as in a plain loop.
                 with torch.autocast(device, enabled=False):
                     self._backward(kind, number, index)
 
@@ -129,12 +134,14 @@ class Turns:
         stage = call.lineup.stages[number]
         call.receive(stage, index, values)
         flowing = call.flows.intersection(stage.arguments)
+        # A graph of its own for each stage and microbatch, so that the schedule can run each backward alone.
         leaves = {name: values[name].detach().requires_grad_() for name in flowing}
         arguments = [leaves.get(name, values[name]) for name in stage.arguments]
         with call.measured(FORWARD, number, index):
             given = call.compute(stage, self._used, arguments)
-            if self._splits and number not in self._whole:
-                given = [value.clone() for value in given]  # torch detaches them in place, and views refuse
+            # `stage_backward_input` detaches outputs in place, which torch refuses for views.
+            if self._splits and number not in self._unsplit:
+                given = [value.clone() for value in given]
         made = dict(zip(stage.gives, given, strict=True))
         values |= {name: value.detach() for name, value in made.items()}
         self._given[number, index] = leaves, made
@@ -148,6 +155,7 @@ class Turns:
         leaves, made = self._given.pop((number, index))
         incoming = self._call.receive_gradients(stage, index)
         outputs, gradients = [], []
+        # A value has gradients from later stages of this rank, from other ranks, and as the loss itself.
         for name, value in made.items():
             gradient = self._gradients.pop((index, name), None)
             for other in incoming.get(name, ()):
@@ -169,7 +177,8 @@ class Turns:
         self._free(number, index)
 
     def _free(self, number: int, index: int) -> None:
-        """Let go of what the microbatch does not need any more: backward has come to this stage."""
+        """Free the values of a microbatch after the backward of a stage."""
+        # Earlier stages of this rank run their backward later, and may still need their arguments.
         later = {name for stage in self._call.own if stage.number < number for name in stage.arguments}
         values, stage = self._values[index], self._call.lineup.stages[number]
         for name in (*stage.arguments, *stage.gives):
@@ -184,9 +193,10 @@ class Turns:
         outputs: list[Tensor],
         gradients: list[Tensor],
     ) -> None:
-        if kind == BACKWARD or key[0] in self._whole:
+        if kind == BACKWARD or key[0] in self._unsplit:
             torch.autograd.backward(outputs, gradients)
         elif not leaves:
+            # No input needs a gradient, so all of the backward waits for the action of the weights.
             self._later[key] = outputs, gradients
         else:
             weights: Any = iter(self._trained[key[0]])
@@ -194,7 +204,7 @@ class Turns:
             self._later[key] = groups
 
     def _finish(self, number: int, index: int) -> None:
-        """The gradients of weights that were left for later."""
+        """Compute the gradients of weights that the action of the inputs left."""
         left = self._later.pop((number, index), None)
         with self._call.measured(WEIGHTS, number, index):
             if isinstance(left, tuple):
@@ -204,7 +214,8 @@ class Turns:
                 stage_backward_weight(weights, left)
 
     def results(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The results that depend on parameters, as the user's code may differentiate them."""
+        """Return the results that depend on parameters, as tensors that the user's code may differentiate."""
+        # Backward goes through the token to the messages that return gradients of borrowed weights.
         token = self._call.passage.token
         gradients = [torch.zeros_like(token), *(leaf.grad for leaf in self._leaves.values())]
         weights = (token, *self._weights.values())

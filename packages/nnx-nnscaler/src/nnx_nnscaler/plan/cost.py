@@ -1,7 +1,7 @@
-"""The cost model: seconds and bytes of what a plan may choose, for one rank of a unit.
+"""The cost model: seconds and bytes of a plan's options, for one rank of a unit.
 
-`CostModel` is what a caller makes: hardware and how it is trained. `Prices` binds it to a graph and a mesh,
-and answers for single operators, conversions and parameters; `plan.evaluation` sums a whole plan up.
+`CostModel` describes the hardware and the training. `Prices` binds it to a graph and a mesh, and prices
+single operators, conversions and parameters. `plan.evaluation` sums up a complete plan.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from nnx_nnscaler.plan.recompute import recomputed_owner
 from nnx_nnscaler.plan.work import ALIASES, Local, Saved, Work, base_name, bytes_of, saved_by, work_of
 from nnx_nnscaler.rules.rule import outputs_of
 
-# Counts times the rates of the hardware.
+# Constants in units of one small operator's overhead.
 
 
 _VIEW = 0.4
-"""What a view costs, in operators of next to nothing; and what a function of autograd adds to its work."""
+"""The cost of a view."""
 _FUNCTION = 1.5
+"""The overhead of an autograd function, besides its work."""
 _REDUCED = 1.5
-"""What the reducer does for one gradient, likewise: two hooks, a copy, handing it out."""
-_SMALL = 4096
-"""Bytes of a collective that only costs its start."""
+"""The reducer's overhead for one gradient: two hooks, a copy, and setting it."""
 _IN_ROWS = 6.0
-"""The same where ZeRO stores rows, and a parameter is looked up in what was gathered."""
+"""The reducer's overhead for one parameter that ZeRO stores in rows and gathers."""
+_SMALL = 4096
+"""The bytes of a collective so small that only its start costs time."""
 
 
 class Stored(NamedTuple):
-    """One way of storing a parameter.
+    """The storage of a parameter.
 
     Attributes:
-        placement: ``R`` or ``S``.
+        placement: The placement, ``R`` or ``S``.
         synchronized: True if its gradient is partial on every rank and summed by the reducer.
     """
 
@@ -50,9 +51,9 @@ class Price(NamedTuple):
     """A cost on one rank.
 
     Attributes:
-        compute: Seconds of computation, forward and backward.
-        communication: Seconds of collectives, forward and backward.
-        moved: Bytes of the tensors that collectives work on.
+        compute: The seconds of computation, forward and backward.
+        communication: The seconds of collectives, forward and backward.
+        moved: The bytes of the tensors in collectives.
     """
 
     compute: float = 0.0
@@ -61,24 +62,24 @@ class Price(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """All of its time."""
+        """The sum of its times."""
         return self.compute + self.communication
 
     def plus(self, other: Price) -> Price:
-        """Both together."""
+        """Return the sum of two prices."""
         return Price(*(mine + its for mine, its in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """How time and memory of a plan are predicted.
+    """The figures that predict time and memory of a plan.
 
     Args:
-        hardware: Rates and links; the published figures of a plain CPU by default.
-        optimizer_states: Tensors that the optimizer keeps for each parameter: 2 for Adam, 0 for plain SGD.
-        state_bytes: Bytes of each of their elements.
-        master_bytes: Bytes for each element of a master copy of the parameters; 0 without.
-        recompute: Patterns of names of submodules whose activations are recomputed in the backward pass.
+        hardware: The rates and links; by default the published figures of a plain CPU.
+        optimizer_states: The number of state tensors per parameter: 2 for Adam, 0 for plain SGD.
+        state_bytes: The bytes of each of their elements.
+        master_bytes: The bytes of each element of FP32 master weights; 0 without them.
+        recompute: The name patterns of submodules whose activations are recomputed in backward.
     """
 
     hardware: Hardware = profile("cpu")
@@ -88,19 +89,19 @@ class CostModel:
     recompute: tuple[str, ...] = ()
 
     def prices(self, graph: Graph, *, size: int, units: int = 1, zero: bool = False) -> Prices:
-        """Prices for a graph on units of some ranks.
+        """Return the prices for a graph on a mesh.
 
         Args:
             graph: The graph that runs.
-            size: Ranks of one unit.
-            units: The number of units that share the work, each with its own batch.
+            size: The number of ranks of one unit.
+            units: The number of units, each with its own batch.
             zero: True if the units shard parameters, gradients and optimizer state.
         """
         return Prices(self, graph, size=size, units=units, zero=zero)
 
 
 class Prices:
-    """Prices of choices for one graph on one mesh; see `CostModel.prices`."""
+    """The prices of options for one graph on one mesh; see `CostModel.prices`."""
 
     def __init__(self, model: CostModel, graph: Graph, *, size: int, units: int, zero: bool) -> None:
         self.model = model
@@ -116,7 +117,7 @@ class Prices:
         self.recomputed: Mapping[str, str] = {name: owner for name, owner in owners if owner is not None}
 
     def locals_of(self, op: Op, strategy: Strategy) -> tuple[list[Local], list[Local]]:
-        """Operands and results as one rank holds them."""
+        """Return the local operands and results of one rank."""
         metas = [self.graph.meta(name) for name in op.operands()]
         return (
             [self.local(meta, placement) for meta, placement in zip(metas, strategy.inputs, strict=True)],
@@ -124,7 +125,7 @@ class Prices:
         )
 
     def local(self, meta: TensorMeta, placement: Placement) -> Local:
-        """A tensor as one rank holds it."""
+        """Return the local tensor of one rank."""
         return Local(placement.local_shape(meta.hints, self.size), meta.dtype, meta.differentiable)
 
     def operator(self, op: Op, strategy: Strategy) -> Price:
@@ -136,6 +137,7 @@ class Prices:
         dtype = outputs[0].dtype if outputs else "float32"
         calls = _VIEW if base_name(op) in ALIASES else 1.0
         price = self._work(forward, more, dtype, calls)
+        # Backward runs the forward of a recomputed submodule again.
         if op.name in self.recomputed:
             price = price.plus(price)
         if self.backward and any(local.differentiable for local in inputs):
@@ -143,9 +145,10 @@ class Prices:
         return price
 
     def _work(self, work: Work, more: Extra, dtype: str, calls: float) -> Price:
-        """An operator in one direction, with what the runtime's function adds."""
+        """Return the price of one direction of an operator, with the extra work of the runtime."""
         rates = self.hardware
         arithmetic = work.flops / rates.flops(dtype) + work.special / rates.special
+        # Memory traffic overlaps with arithmetic (a roofline); passes of the runtime come on top.
         seconds = max(work.nbytes / rates.bandwidth, arithmetic) + work.random / rates.random
         seconds += more.nbytes / rates.bandwidth + more.special / rates.special
         price = Price(compute=seconds + (calls + more.calls) * rates.overhead)
@@ -157,9 +160,9 @@ class Prices:
         return Price(0.0, self._link.seconds(kind, whole, self.size), whole)
 
     def saved(self, op: Op, strategy: Strategy) -> Saved:
-        """Return autograd's saved bytes of an operator; zero if no backward pass follows.
+        """Return autograd's saved tensors of an operator; none if no backward follows.
 
-        Of a submodule that is recomputed, what comes into it.
+        A recomputed submodule saves only the values that enter it.
         """
         saved = self.saved_in_backward(op, strategy)
         owner = self.recomputed.get(op.name)
@@ -169,7 +172,7 @@ class Prices:
         return Saved(tuple(at for at in saved.operands if self.recomputed.get(names[at]) != owner))
 
     def saved_in_backward(self, op: Op, strategy: Strategy) -> Saved:
-        """As `saved`; of a recomputed submodule, the bytes saved after its recomputation."""
+        """Return the saved tensors during backward, when recomputed submodules have run again."""
         return saved_by(op, *self.locals_of(op, strategy)) if self.backward else Saved()
 
     def conversion(self, meta: TensorMeta, source: Placement, use: Use, *, again: bool = False) -> Price:
@@ -177,9 +180,9 @@ class Prices:
 
         Args:
             meta: The value.
-            source: The placement that it comes in.
-            use: The placement that the consumer wants.
-            again: True if it is made once more in the backward pass.
+            source: The placement of its producer.
+            use: The placement that the consumer needs.
+            again: True if backward repeats the conversion, in a recomputed submodule.
 
         Raises:
             ValueError: There is no such conversion.
@@ -200,9 +203,10 @@ class Prices:
         return price.plus(function).plus(self._change(change.backward, meta, groups=groups))
 
     def synchronized(self, meta: TensorMeta, target: Placement) -> Price:
-        """Return the cost of a synchronized parameter's use with a gradient that is not partial.
+        """Return the cost of using a synchronized parameter with a gradient that is not partial.
 
-        A replicated operator's gradient is divided by the ranks, that of a part is padded to the whole.
+        The gradient becomes partial: that of a replicated operator is divided by the ranks, and that of a
+        shard is padded to the full shape.
         """
         whole = self.local(meta, R).nbytes
         local = self.local(meta, target).nbytes
@@ -215,7 +219,8 @@ class Prices:
             return Price(compute=_VIEW * self.hardware.overhead)
         if change == "split":
             return Price(compute=split)
-        if change == "all_to_all" and groups:  # is gathered and split
+        # With groups the runtime gathers and splits instead.
+        if change == "all_to_all" and groups:
             return self._collective("all_gather", whole).plus(Price(compute=split))
         kind: Collective = change  # type: ignore[assignment]
         return self._collective(kind, whole)
@@ -226,7 +231,8 @@ class Prices:
             return Price()
         local = self.local(meta, stored.placement)
         updated = local.numel / (self.units if self.zero else 1)
-        share = (1 + self.model.optimizer_states) / 3  # as measured with two states
+        # The hardware's figure was measured with two states.
+        share = (1 + self.model.optimizer_states) / 3
         update = self.hardware.update_overhead + share * updated * self.hardware.update
         return Price(compute=update).plus(self._reduction(local, stored))
 
@@ -246,6 +252,7 @@ class Prices:
             calls, passes = _IN_ROWS, 6
             if stored.synchronized:
                 rate += self._link.throughput("all_reduce", self.size) / self.units
+        # The rest of the reduction is hidden behind backward.
         shown = 1 - self.hardware.overlap
         copying = passes * local.nbytes / self.hardware.bandwidth
         return Price(
@@ -273,10 +280,10 @@ class Prices:
         return Price(0.0, shown * sum(link.seconds(kind, _SMALL, ranks) for kind in kinds))
 
     def lasting(self, meta: TensorMeta, stored: Stored) -> int:
-        """Bytes that a parameter takes all the time: itself, its state, room for its reduction."""
+        """Return the bytes of a parameter that last: the parameter, its state, its reduction buffer."""
         local = self.local(meta, stored.placement)
         parts = self.units if self.zero else 1
-        # With ZeRO the gathered parameter stays until the backward pass is over.
+        # With ZeRO the gathered parameter stays until the end of backward.
         gathered = local.nbytes if parts > 1 else 0
         if not (self.backward and meta.differentiable):
             return -(-local.nbytes // parts) + gathered
@@ -286,14 +293,14 @@ class Prices:
         return -(-(local.nbytes + local.numel * state) // parts) + gathered + room
 
     def gradient(self, meta: TensorMeta, stored: Stored) -> int:
-        """Bytes of a parameter's gradient, from when autograd has made it until the step."""
+        """Return the bytes of a parameter's gradient until the optimizer step."""
         if not (self.backward and meta.differentiable):
             return 0
         local = self.local(meta, stored.placement)
         return -(-local.nbytes // (self.units if self.zero else 1))
 
     def states(self, meta: TensorMeta, stored: Stored) -> int:
-        """Bytes of a parameter, its gradient and its optimizer's state, where the most rows are stored."""
+        """Return the bytes of a parameter, its gradient and optimizer state on the rank with most rows."""
         local = self.local(meta, stored.placement)
         count, each = local.numel, bytes_of(local.dtype)
         if self.zero and local.shape:
@@ -303,5 +310,5 @@ class Prices:
         return count * each
 
     def kept(self, meta: TensorMeta, stored: Stored) -> int:
-        """Bytes that a parameter takes when its gradient is there."""
+        """Return the bytes of a parameter while it has a gradient."""
         return self.lasting(meta, stored) + self.gradient(meta, stored)

@@ -1,6 +1,6 @@
-"""Evaluate a complete plan: seconds of its operators, conversions and parameters, and its peak memory.
+"""Evaluate a complete plan: the seconds of its operators, conversions and parameters.
 
-The solver's objective is the sum of seconds. Nothing is chosen here.
+The solver minimises the same sum. This module chooses nothing.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Changed(NamedTuple):
 
     Attributes:
         value: The value that is converted.
-        source: The placement that it is made in.
-        use: The placement that its consumers want.
+        source: The placement of its producer.
+        use: The placement that its consumers need.
         change: The collectives; None for a synchronized parameter, whose uses need none.
-        consumers: Operators that share the conversion; ``""`` is the forward's result.
-        price: The cost of it.
+        consumers: The operators that share the conversion; ``""`` is the forward's result.
+        price: The cost of the conversion.
     """
 
     value: str
@@ -46,10 +46,10 @@ class Evaluation:
     """The cost of a plan on one rank.
 
     Attributes:
-        operators: Price of every operator.
+        operators: The price of every operator.
         conversions: Every conversion, in order of values.
-        parameters: Price of every parameter's reduction and update, by value name.
-        total: All of it.
+        parameters: The price of every parameter's reduction and update, by value name.
+        total: The sum of all prices.
     """
 
     operators: Mapping[str, Price]
@@ -64,15 +64,17 @@ def price_of_change(
     """Return the cost of a use of a value; None if it is impossible.
 
     Args:
-        prices: Prices of the graph.
+        prices: The prices of the graph.
         name: The value.
-        stored: Says how it is stored, if it is a parameter.
-        source: The placement it is made in.
-        use: The placement that the consumer wants.
+        stored: The storage of a parameter; None for other values.
+        source: The placement of its producer.
+        use: The placement that the consumer needs.
     """
     meta = prices.graph.meta(name)
+    # Only operators make partial sums; no conversion does.
     if use.placement == P != source:
-        return None  # only operators make partial sums
+        return None
+    # The reducer sums the gradient of a synchronized parameter, so a partial one costs no collective here.
     if stored is not None and stored.synchronized and prices.backward and meta.differentiable:
         return Price() if use.partial_gradient else prices.synchronized(meta, use.placement)
     try:
@@ -82,10 +84,10 @@ def price_of_change(
 
 
 def conversions_of(flow: Flow, assignment: Assignment, prices: Prices) -> Iterator[Changed]:
-    """Every conversion of a plan, each once for all consumers that share it.
+    """Yield every conversion of a plan, once for all consumers that share it.
 
     Raises:
-        ValueError: A consumer wants what nothing converts into.
+        ValueError: No conversion gives a consumer its placement.
     """
     for name, consumers in flow.values().items():
         yield from _of_value(flow, assignment, prices, name, [(c.op, c.position) for c in consumers])
@@ -102,7 +104,7 @@ def _of_value(
     for use, users in wanted.items():
         price = price_of_change(prices, name, stored, source, use)
         if price is None:
-            raise ValueError(f"nothing converts {name} from {source} into {use.placement}")
+            raise ValueError(f"no conversion of {name} from {source} to {use.placement}")
         change = None if stored is not None and stored.synchronized else conversion(source, use)
         if change is not None or price.seconds > 0:
             yield Changed(name, source, use, change, tuple(dict.fromkeys(users)), price)
@@ -112,7 +114,7 @@ def price_of_value(flow: Flow, assignment: Assignment, prices: Prices, name: str
     """Return the cost of all conversions of one value.
 
     Raises:
-        ValueError: A consumer wants what nothing converts into.
+        ValueError: No conversion gives a consumer its placement.
     """
     consumers = [(consumer.op, consumer.position) for consumer in flow.values().get(name, ())]
     total = Price()
@@ -131,6 +133,7 @@ def evaluate(flow: Flow, assignment: Assignment, prices: Prices) -> Evaluation:
     total = prices.standing
     for price in (*operators.values(), *(changed.price for changed in conversions), *parameters.values()):
         total = total.plus(price)
+    # The first synchronized parameter starts a reduction over the unit; the others join it.
     if any(stored.synchronized for stored in assignment.stored.values()):
         total = total.plus(prices.synchronization)
     return Evaluation(operators, conversions, parameters, total)

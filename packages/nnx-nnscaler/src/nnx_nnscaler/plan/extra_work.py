@@ -1,7 +1,7 @@
-"""Extra work of the runtime's functions, besides that of the operators that they replace.
+"""Count the extra work of runtime functions over the operators that they replace.
 
-That is collectives, small operators and further passes over a tensor. It owns the counts, taken from the
-code in `nnx_nnscaler.runtime`; a function that is not listed does what its operator does.
+The extra work is collectives, small operators and further passes over a tensor. The counts follow the code in
+`nnx_nnscaler.runtime`; a function that is not listed has none.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from nnx_nnscaler.plan.work import Local, base_name
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """Further work in one direction on one rank.
+    """The extra work in one direction on one rank.
 
     Attributes:
-        calls: Small operators.
-        nbytes: Bytes that passes over large tensors read and write.
-        special: Elements that take more than reading and writing.
-        collectives: Kind and whole bytes of each.
+        calls: The number of small operators.
+        nbytes: The bytes that passes over large tensors read and write.
+        special: The elements with expensive functions, such as exp.
+        collectives: The kind and the full bytes of each collective.
     """
 
     calls: float = 0.0
@@ -44,14 +44,14 @@ _SCALAR = 8.0
 def extra_work(
     op: Op, strategy: Strategy, inputs: Sequence[Local], outputs: Sequence[Local], *, size: int
 ) -> _Both:
-    """The additional work of an operator in the forward and in the backward pass.
+    """Return the extra work of an operator in forward and backward.
 
     Args:
         op: The operator.
-        strategy: The strategy by which it is split.
-        inputs: Its operands as one rank holds them.
-        outputs: Its results likewise.
-        size: Ranks of the unit.
+        strategy: The strategy that splits it.
+        inputs: The local operands.
+        outputs: The local results.
+        size: The number of ranks of the unit.
     """
     if strategy.is_replicated and not strategy.call:
         return NOTHING, NOTHING
@@ -69,7 +69,7 @@ def _vocabulary_cross_entropy(inputs: Sequence[Local], size: int) -> _Both:
     scores = inputs[0]
     rows = scores.nbytes / max(scores.shape[1], 1)
     exchanged: tuple[tuple[Collective, float], ...] = (("all_gather", size * rows), ("all_reduce", 2 * rows))
-    # Forward: the maxima, shifted scores, powers, their sum and the kept chances; backward: two passes.
+    # Forward: maxima, shifted scores, exponentials, their sum, and saved probabilities. Backward: two passes.
     forward = Extra(calls=20, nbytes=8 * scores.nbytes, collectives=exchanged)
     return forward, Extra(calls=6, nbytes=4 * scores.nbytes)
 
@@ -77,7 +77,7 @@ def _vocabulary_cross_entropy(inputs: Sequence[Local], size: int) -> _Both:
 def _batch_norm_over_unit(inputs: Sequence[Local], size: int) -> _Both:
     x = inputs[0]
     channels = 4.0 * (x.shape[1] if len(x.shape) > 1 else 1)
-    # Forward: mean and variance, in a pass of their own. Backward: what flows through the statistics.
+    # Forward: one more pass for mean and variance. Backward: the gradient through the statistics.
     forward = Extra(
         calls=12, nbytes=x.nbytes, special=x.numel, collectives=(("all_gather", 2 * size * channels),)
     )
@@ -91,12 +91,12 @@ def _batch_norm_of_channels(inputs: Sequence[Local], size: int) -> _Both:
 
 
 def _mean_over_samples(tensors: Sequence[Local], size: int) -> _Both:
-    """The samples that count are counted over all ranks."""
+    # The divisor is the number of samples that count on all ranks.
     return Extra(calls=6, collectives=(("all_reduce", _SCALAR),)), Extra(calls=3)
 
 
 def _rows_of_a_table(tensors: Sequence[Local], size: int) -> _Both:
-    """Rows of other ranks are looked up as the first one, and masked."""
+    # A rank looks up row 0 for rows of other ranks, and masks the result.
     found = tensors[-1]
     return Extra(calls=8, nbytes=2 * found.nbytes), Extra(calls=1, nbytes=2 * found.nbytes)
 

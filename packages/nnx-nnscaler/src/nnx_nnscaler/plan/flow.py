@@ -1,4 +1,4 @@
-"""The flow of values through a graph."""
+"""Follow values through a graph: their producers, their consumers, and layers that repeat."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from nnx_nnscaler.plan.work import ALIASES, base_name
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Every choice of a plan.
+    """All choices of a plan.
 
     Attributes:
         choices: The strategy of every operator that has a choice, by its name.
-        stored: Says how every parameter is stored, by value name.
+        stored: The storage of every parameter, by value name.
     """
 
     choices: Mapping[str, Strategy]
     stored: Mapping[str, Stored]
 
     def placement(self, flow: Flow, name: str) -> Placement:
-        """The placement in which a value is made."""
+        """Return the placement that a value's producer gives it."""
         if name in self.stored:
             return self.stored[name].placement
         source = flow.source(name)
@@ -36,19 +36,19 @@ class Assignment:
         return R if strategy is None else strategy.outputs[source.position]
 
 
-# How values flow through a graph: who makes a value, who uses it, and which operators repeat.
+# The graph as sources and consumers.
 #
-# Operators that only pick a result of another one (``getitem``) vanish here: what they name is a result of
-# that operator. Results of submodules that are kept whole are values of their own, replicated like inputs:
-# what such a submodule returns may be nested in any way.
+# A ``getitem`` is no operator here: its name stands for a result of the operator that it picks from. The
+# exception are untraced submodules, whose results may be nested in any way: their picks are values of their
+# own, replicated like inputs.
 
 
 class Source(NamedTuple):
-    """Where a value comes from.
+    """The producer of a value.
 
     Attributes:
         name: The operator, or the parameter, buffer, constant or input itself.
-        position: The number of it among the operator's tensor results.
+        position: The index among the operator's tensor results.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """One use of a value: the operator, and which of its operands. ``""`` is the forward's result."""
+    """One use of a value: an operator and the index of its operand; ``""`` is the forward's result."""
 
     op: str
     position: int = 0
@@ -68,7 +68,7 @@ class Flow:
 
     Attributes:
         ops: The operators that choose a strategy, in order.
-        picks: The result that every getitem of an operator names.
+        picks: The result that each getitem picks.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -84,11 +84,11 @@ class Flow:
         self._values: dict[str, list[Consumer]] = {}
 
     def source(self, name: str) -> Source:
-        """Where a value comes from."""
+        """Return the producer of a value."""
         return self.picks.get(name) or Source(name)
 
     def values(self) -> dict[str, list[Consumer]]:
-        """Every value that something uses, with its uses in order; results of the forward last."""
+        """Return all used values with their uses in order; results of the forward come last."""
         if self._values:
             return self._values
         found = self._values
@@ -112,8 +112,9 @@ class Flow:
             name = operands[0]
 
     def layers(self) -> dict[str, tuple[str, ...]]:
-        """Return, for every operator, the key that it shares with its twins in other layers of a stack."""
+        """Return a key for every operator that it shares with its twins in other layers of a stack."""
         starred = _Stars({op.module for op in self.ops.values()})
+        # Twins are at the same position in their layers, so the count within a module is part of the key.
         count: Counter[str] = Counter()
         keys: dict[str, tuple[str, ...]] = {}
         for op in self.ops.values():
@@ -123,7 +124,7 @@ class Flow:
         return keys
 
     def parameter_layers(self) -> dict[str, tuple[str, ...]]:
-        """Return, for every parameter, the key that it shares with its twins in other layers of a stack."""
+        """Return a key for every parameter that it shares with its twins in other layers of a stack."""
         starred = _Stars({op.module for op in self.ops.values()})
         return {
             name: (starred(fqn), repr(self.graph.metas[name])) for name, fqn in self.graph.parameters.items()
@@ -138,11 +139,9 @@ def _picked(op: Op, producer: Op) -> Source:
 
 
 def signature(op: Op, graph: Graph) -> str:
-    """All that the ways of splitting an operator can depend on: its kind, its arguments, and shapes.
-
-    Operators of one signature have the same strategies.
-    """
+    """Return a text of all that an operator's strategies depend on; equal texts mean equal strategies."""
     names = op.operands()
+    # Equal operands count, the names of values do not.
     same = [names.index(name) for name in names]
     metas = [repr(graph.meta(name)) for name in names]
     kinds = [_kind(name, graph) for name in names]
@@ -157,7 +156,7 @@ def _kind(name: str, graph: Graph) -> str:
 
 
 def _skeleton(argument: object) -> object:
-    """An argument without names of values."""
+    """Return an argument without the names of values."""
     if isinstance(argument, Ref):
         return "*"
     if isinstance(argument, (list, tuple)):
@@ -170,10 +169,10 @@ def _skeleton(argument: object) -> object:
 
 
 class _Stars:
-    """Writes ``layers.*.attn.q`` for ``layers.3.attn.q``: numbers of layers, not those of a plain sequence.
+    """Replaces the numbers of layers in names by stars: ``layers.*.attn.q`` for ``layers.3.attn.q``.
 
-    A number counts as a layer's where that layer has submodules of its own, which a member of
-    ``nn.Sequential(nn.Linear, nn.ReLU)`` has not: its twins may well want to be split in turns.
+    A number is a layer's only if that layer has submodules. The members of ``nn.Sequential(nn.Linear,
+    nn.ReLU)`` have none: they are not tied, because alternating splits may be best for them.
     """
 
     def __init__(self, modules: set[str]) -> None:
@@ -188,28 +187,28 @@ class _Stars:
 
 
 def _numbered(module: str) -> Iterator[str]:
-    """Prefixes that end in a number and have something below."""
+    """Return the prefixes of a module name that end in a number and have submodules."""
     return (module[: found.start() + len(found[0]) - 1] for found in re.finditer(r"(?<![^.])\d+\.", module))
 
 
-# Parameters whose partial gradients operators that every rank repeats may pass on to them.
+# Parameters whose gradients the reducer can sum, instead of a collective inside of the backward.
 #
-# A replicated operator on a parameter, such as a position embedding, usually gets its gradient complete, by
-# a collective where the result is used for a part of the work. As a gradient is linear, the sum over the
-# ranks can as well be taken of the parameter's gradient, where the reducer takes it along with the others.
-# `codegen` writes no collective behind operators on synchronized parameters alone; this module finds the
-# parameters that gain by it.
+# A replicated operator on a parameter, such as a position embedding, usually gets a full gradient: where its
+# result is used sharded, a collective sums the partial gradients. Backward is linear, so the sum can be taken
+# later, of the parameter's gradient, which the reducer sums together with others. `codegen` writes no
+# collective behind operators on synchronized parameters alone. This section finds parameters that gain by it.
 
 
 def synchronize_what_passes_on(graph: Graph, assignment: Assignment) -> Assignment:
-    """The same assignment, with the reducer summing what would take a collective of its own.
+    """Return the assignment with more synchronized parameters, if that saves collectives.
 
     Args:
-        graph: The graph; one for evaluation has no gradients and is left alone by the caller.
+        graph: The graph of a forward with gradients.
         assignment: The assignment of the graph.
     """
+    # Without a synchronized parameter, the reduction over the unit would start for these alone.
     if not any(stored.synchronized for stored in assignment.stored.values()):
-        return assignment  # the reduction over the unit would be there for this alone
+        return assignment
     ways = _Ways(graph, assignment)
     stored = dict(assignment.stored)
     for name in graph.parameters:
@@ -217,13 +216,14 @@ def synchronize_what_passes_on(graph: Graph, assignment: Assignment) -> Assignme
         if stored[name] != Stored(R) or not meta.differentiable:
             continue
         ends = ways.ends(name)
+        # The reducer moves the parameter once; the collectives at the ends would move each end.
         if ends is not None and prod(meta.hints) <= 2 * sum(prod(end.hints) for end in ends):
             stored[name] = Stored(R, synchronized=True)
     return replace(assignment, stored=stored)
 
 
 class _Ways:
-    """Where values go through replicated operators that depend on one parameter alone."""
+    """Follows a parameter through replicated operators that depend on no other differentiable value."""
 
     def __init__(self, graph: Graph, assignment: Assignment) -> None:
         self._graph = graph
@@ -232,7 +232,7 @@ class _Ways:
         self._results = set(refs_in(graph.outputs))
 
     def ends(self, name: str) -> list[TensorMeta] | None:
-        """The values whose gradients are partial; None where one is needed complete."""
+        """Return the values behind which gradients are partial; None if some use needs a full gradient."""
         if name in self._results:
             return None
         found: list[TensorMeta] = []
@@ -247,8 +247,9 @@ class _Ways:
         strategy = self._choices.get(op.name)
         if strategy is None:
             return None
+        # A sharded operator returns a partial gradient, or the gradient of its shard.
         if not strategy.is_replicated:
-            return [self._graph.meta(name)]  # it hands back a partial gradient, or that of its part
+            return [self._graph.meta(name)]
         alone = not (set(self._differentiable(op)) - {name}) and isinstance(op.output, TensorMeta)
         return self.ends(op.name) if alone and op.target != "module" and not strategy.call else None
 

@@ -1,7 +1,6 @@
-"""Plan two mesh dims at once: how many ranks make a unit, and whether units shard parameters.
+"""Plan two mesh dims at once: the ranks of a unit, and ZeRO over the units.
 
-Every unit works on its own batch, so plans are compared by the time for one batch of all units
-together.
+Every unit works on its own batch, so plans are compared by their time divided by the number of units.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ class MeshPlan:
     """A plan for all ranks.
 
     Attributes:
-        units: Number of units.
+        units: The number of units.
         zero: True if they shard parameters, gradients and optimizer state.
-        program: The plan inside a unit.
+        program: The plan inside of a unit.
     """
 
     units: int
@@ -35,18 +34,18 @@ class MeshPlan:
 
     @property
     def seconds_per_batch(self) -> float:
-        """Predicted time, divided by the batches that are worked on in it."""
+        """The predicted time of a step, divided by its batches: one for each unit."""
         return self.program.prediction.time / self.units
 
 
 @dataclass(frozen=True, slots=True)
 class MeshSearch:
-    """The result.
+    """The result of a mesh search.
 
     Attributes:
         best: The plan with the least time for one batch.
         tried: Every plan that fits, in order of the search.
-        refused: Why other shapes of the mesh were left out, by ``(ranks of a unit, zero)``.
+        refused: The error of every other mesh shape, by ``(ranks of a unit, zero)``.
     """
 
     best: MeshPlan
@@ -66,18 +65,18 @@ def plan_mesh(
     memory_limit: int | None = None,
     strategies_of: StrategiesOf | None = None,
 ) -> MeshSearch:
-    """Choose the shape of the mesh by planning for each. No process of it has to exist.
+    """Choose the mesh shape by planning for each one. No process of the world has to exist.
 
     Args:
         graph: The forward for the batch of one unit.
-        world_size: All ranks.
-        policy: As for `plan_program`.
-        costs: As for `plan_program`; the profile should have figures for links across nodes.
-        sizes: Ranks of a unit that are tried; by default the powers of two up to 128 that divide the world.
-        zero: True to try ZeRO off, on, or both.
-        constraints: As for `plan_program`.
-        memory_limit: Bytes of each rank; by default what the hardware's profile says, if it does.
-        strategies_of: As for `plan_program`.
+        world_size: The number of all ranks.
+        policy: The policy of `plan_program`.
+        costs: The costs of `plan_program`; the profile should have figures for links across nodes.
+        sizes: The unit sizes to try; by default the powers of two up to 128 that divide the world.
+        zero: The values of ZeRO to try: off, on, or both.
+        constraints: The constraints of `plan_program`.
+        memory_limit: The bytes of each rank; by default those of the hardware profile, if it has any.
+        strategies_of: The strategies of `plan_program`.
 
     Raises:
         PlanError: A size does not divide the world, or no plan fits into the memory.
@@ -89,6 +88,7 @@ def plan_mesh(
     for size in _sizes(world_size, policy, sizes):
         for parts in zero:
             units = world_size // size
+            # One unit has no other to shard with.
             if parts and units == 1:
                 continue
             try:
@@ -111,6 +111,7 @@ def plan_mesh(
 
 def _sizes(world_size: int, policy: str | Policy, sizes: Iterable[int] | None) -> list[int]:
     if sizes is None:
+        # Policy 'dp' refuses larger units, in which all ranks would compute the same.
         if policy == "dp":
             return [1]
         powers = [2**power for power in range(_LARGEST_UNIT.bit_length())]

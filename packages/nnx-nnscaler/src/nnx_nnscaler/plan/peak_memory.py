@@ -1,7 +1,7 @@
-"""Peak memory of a plan on one rank: the live tensors at every moment of a step.
+"""Predict the peak memory of a plan on one rank from the live tensors at every moment of a step.
 
-The solver counts what lasts and what autograd keeps, which is linear in its choices; this walk through
-the step, there and back, is what a limit is finally held against.
+The solver counts only parameters and autograd's saved tensors, which are linear in its choices. This walk
+through forward and backward decides whether a plan keeps a memory limit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Tensor = tuple[str, Placement]
 
 
 def peak_memory(flow: Flow, assignment: Assignment, prices: Prices) -> int:
-    """Most bytes that are alive at once on one rank."""
+    """Return the largest number of bytes alive at one moment on one rank."""
     graph = flow.graph
     lasting = sum(prices.lasting(graph.metas[name], stored) for name, stored in assignment.stored.items())
     others = [name for name in graph.metas if name not in assignment.stored]
@@ -32,9 +32,9 @@ def peak_memory(flow: Flow, assignment: Assignment, prices: Prices) -> int:
 
 
 def activations(flow: Flow, assignment: Assignment, prices: Prices) -> tuple[int, int]:
-    """Bytes that autograd keeps of a batch, and the most that is alive besides at any moment.
+    """Return autograd's saved bytes of a batch, and the peak of all other tensors.
 
-    Of the latter, parameters and their gradients are left out.
+    The peak leaves out parameters and their gradients.
     """
     step = _Step(flow, assignment, prices)
     if not prices.backward:
@@ -44,12 +44,13 @@ def activations(flow: Flow, assignment: Assignment, prices: Prices) -> tuple[int
 
 
 def kept_by_operator(flow: Flow, assignment: Assignment, prices: Prices) -> Mapping[str, int]:
-    """Bytes that autograd keeps, by the first operator that needs them in its backward."""
+    """Return autograd's saved bytes, by the first operator that saves them."""
     return _Step(flow, assignment, prices).kept_by_operator()
 
 
 def _update(flow: Flow, assignment: Assignment, prices: Prices) -> int:
-    """While the optimizer steps: gradients (the reduced ones lie where they were reduced), and one result."""
+    """Return the bytes during the optimizer step: gradients, and one temporary result."""
+    # Without ZeRO, reduced gradients are views of the reduction buffers, which `lasting` counts.
     metas = flow.graph.metas
     gradients = [
         (prices.gradient(metas[name], stored), prices.is_reduced(stored))
@@ -60,7 +61,7 @@ def _update(flow: Flow, assignment: Assignment, prices: Prices) -> int:
 
 
 class _Step:
-    """One step, operator by operator."""
+    """The tensors of one step, operator by operator."""
 
     def __init__(self, flow: Flow, assignment: Assignment, prices: Prices) -> None:
         self._flow = flow
@@ -94,10 +95,12 @@ class _Step:
         inputs, outputs = self._prices.locals_of(op, strategy)
         used, made, kept = [], [], set()
         for position, (name, use) in enumerate(zip(op.operands(), uses_of(strategy), strict=True)):
+            # Parameters and inputs in their own placement are counted as lasting.
             if name in flow.graph.metas and use.placement == self._assignment.placement(flow, name):
-                continue  # lasts anyway
+                continue
             tensor = (flow.storage(name), use.placement)
             used.append(tensor)
+            # Not made by an operator before: a conversion makes it, once for all consumers.
             if tensor not in self._bytes:
                 self._bytes[tensor] = inputs[position].nbytes
                 made.append(tensor)
@@ -115,7 +118,7 @@ class _Step:
         return used, made, kept, saved.more
 
     def _count_recomputed(self, op: Op, strategy: Strategy, saved: Saved) -> None:
-        """Return the additional live bytes of the backward pass of a recomputed submodule."""
+        """Count the tensors that a recomputed submodule has again in its backward."""
         owner = self._prices.recomputed.get(op.name)
         if owner is None:
             return
@@ -123,7 +126,8 @@ class _Step:
         inputs, outputs = self._prices.locals_of(op, strategy)
         names, uses = op.operands(), uses_of(strategy)
         again = self._again.setdefault(owner, {})
-        again[f"{op.name}: more", R] = inside.more  # masks and statistics
+        # Masks and statistics are no values of the graph, so they get a key of their own.
+        again[f"{op.name}: more", R] = inside.more
         for at in set(inside.operands) - set(saved.operands):
             again[self._flow.storage(names[at]), uses[at].placement] = inputs[at].nbytes
         if inside.output:
@@ -133,7 +137,7 @@ class _Step:
                 again[name, placement] = local.nbytes
 
     def _results(self, name: str) -> list[str]:
-        """Names of an operator's results."""
+        """Return the names of an operator's results."""
         picks = sorted(
             (source.position, pick) for pick, source in self._flow.picks.items() if source.name == name
         )
@@ -142,7 +146,7 @@ class _Step:
         return [named.get(position, name) for position in range(count)]
 
     def kept_by_operator(self) -> dict[str, int]:
-        """Bytes that are kept for the backward pass, by the first operator that keeps them."""
+        """Return the bytes saved for backward, by the first operator that saves them."""
         keepers = self._keepers()
         return {
             op.name: self._more[index] + sum(self._bytes[t] for t in self._kept[index] if keepers[t] == index)
@@ -150,7 +154,8 @@ class _Step:
         }
 
     def _keepers(self) -> dict[_Tensor, int]:
-        """The first operator that keeps a tensor, when whose backward is done it is freed."""
+        """Return the first operator that saves each tensor."""
+        # Backward runs in reverse order, so the first saver is the last to need it: then it is freed.
         keepers: dict[_Tensor, int] = {}
         for index, kept in enumerate(self._kept):
             for tensor in kept:
@@ -158,7 +163,7 @@ class _Step:
         return keepers
 
     def forward(self) -> int:
-        """Peak of the forward pass."""
+        """Return the peak of the forward pass."""
         ends: dict[int, list[_Tensor]] = {}
         for tensor, index in self._last.items():
             ends.setdefault(index, []).append(tensor)
@@ -188,6 +193,7 @@ class _Step:
             again = sum(self._again.get(owner, {}).values())
             stay = sum(made.values()) if of_parameters else 0
             peak = max(peak, alive + again + passing + sum(gradients.values()) + stay)
+            # The gradient of an output is used up by its operator's backward.
             for tensor in self._made[index]:
                 gradients.pop(tensor[0], None)
             alive -= self._more[index]
@@ -195,12 +201,15 @@ class _Step:
         return peak
 
     def _add_gradients(self, index: int, gradients: dict[str, int], made: dict[str, int]) -> int:
-        """Gradients that an operator's backward makes; the bytes of those that are gone after it.
+        """Add the gradients that an operator's backward makes.
 
         Args:
             index: The operator.
-            gradients: The gradients of activations that are alive.
-            made: The gradients of parameters, which stay.
+            gradients: The live gradients of activations.
+            made: The gradients of parameters, which stay until the step.
+
+        Returns:
+            The bytes of gradients that live only during this operator's backward.
         """
         op, passing = self._ops[index], 0
         strategy = self._assignment.choices[op.name]
@@ -213,6 +222,7 @@ class _Step:
                 storage = self._flow.storage(name)
                 gradients[storage] = max(gradients.get(storage, 0), local.nbytes)
                 continue
+            # With ZeRO only the local rows of a gradient stay; the full one lives until it is reduced.
             made[name] = self._prices.gradient(self._flow.graph.metas[name], stored)
             passing += 0 if made[name] == local.nbytes else local.nbytes
         return passing

@@ -1,4 +1,4 @@
-"""The plan of a pipeline, as data and as text."""
+"""The plan of a pipeline, as data and as JSON text."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nnx_nnscaler.plan.schedules import FORWARD_SHARE, Arrangement, Span, order,
 
 
 class Usage(NamedTuple):
-    """Bytes of one rank.
+    """The predicted bytes of one rank.
 
     Attributes:
-        states: Parameters, gradients and optimizer state that it stores.
-        peak: All that it takes at any moment.
+        states: The bytes of its parameters, gradients and optimizer state.
+        peak: The peak of all its bytes.
     """
 
     states: int
@@ -26,25 +26,25 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """The plan of one graph on the ranks of a unit that are stages.
+    """The plan of one graph for the ranks of a unit as pipeline stages.
 
     Attributes:
-        size: Ranks of the unit.
-        policy: Name of the policy.
+        size: The number of ranks of the unit.
+        policy: The name of the policy.
         arrangement: The stages of each rank along the pipe.
-        cuts: The places at which the second and later stages begin.
+        cuts: The cut points at which the second and later stages begin.
         stages: The plan of every stage, for the ranks that compute it together.
-        seconds: Predicted time of every stage for the traced batch, forward and backward.
-        usage: Predicted bytes of every rank along the pipe.
+        seconds: The predicted time of every stage for the traced batch, forward and backward.
+        usage: The predicted bytes of every rank along the pipe.
         homes: The rank along the pipe that stores each parameter, by fully qualified name.
-        stored: Says how the ranks of a stage store each parameter.
-        synchronized: Parameters whose gradients the reducer sums over the ranks of a stage.
-        divisible: Sizes of a microbatch that must be multiples of a number, as ``(expression, number)``. A
-            batch is cut into fewer microbatches, down to one, until they are.
-        schedule: The order in which ranks work, by a name of `nnx_nnscaler.options.SCHEDULES`.
-        loss: The value that is the forward's loss, where the schedule needs it.
-        microbatches: The number of microbatches that a batch is cut into, or fewer.
-        reason: Why it and no other.
+        stored: The placement of each parameter over the ranks of its stage.
+        synchronized: The parameters whose gradients the reducer sums over the ranks of a stage.
+        divisible: The sizes of a microbatch that must be multiples of a number, as ``(expression, number)``.
+            A batch is split into fewer microbatches, down to one, until they are.
+        schedule: The pipeline schedule, a name of `nnx_nnscaler.options.SCHEDULES`.
+        loss: The value that is the forward's loss, if the schedule needs it.
+        microbatches: The largest number of microbatches of a batch.
+        reason: The reason for this plan.
         notes: Sentences for the user, logged once.
     """
 
@@ -67,25 +67,26 @@ class PipelinePlan:
 
     @property
     def choices(self) -> Mapping[str, Strategy]:
-        """Strategy of every operator, by its name, in all stages."""
+        """The strategy of every operator by name, in all stages."""
         return {name: one for stage in self.stages for name, one in stage.choices.items()}
 
     @property
     def prediction(self) -> Prediction:
-        """Seconds of a step, waiting included, and bytes of the rank that takes most."""
+        """The seconds of a step with its bubble, and the bytes of the rank with the highest peak."""
+        # The slowest stage sets the pace of all, so every rank counts as if its stages took as long.
         work = max(self.seconds) * self.arrangement.stages / self.arrangement.ranks
         memory = max((used.peak for used in self.usage), default=0)
         return Prediction(compute=work / (1 - self.bubble), memory=memory)
 
     @property
     def bubble(self) -> float:
-        """The share of the time in which the longest stage's rank waits, under GPipe or 1F1B."""
+        """The share of the time in which the slowest stage's rank waits, under GPipe or 1F1B."""
         waiting = self.arrangement.ranks - 1
         return waiting / (waiting + self.microbatches * self.arrangement.stages / self.arrangement.ranks)
 
 
 def predicted(plan: PipelinePlan, schedule: str) -> list[Span]:
-    """When each action of a plan would run; a third of a stage's predicted time is for the forward pass.
+    """Return the predicted time span of each action; the forward takes a third of a stage's time.
 
     Raises:
         OptionError: The schedule is unknown, or does not run so many microbatches.
@@ -100,7 +101,7 @@ AnyPlan = ProgramPlan | PipelinePlan
 
 
 def any_plan_to_text(plan: AnyPlan) -> str:
-    """A plan of either kind as JSON."""
+    """Return a plan of either kind as JSON text."""
     if isinstance(plan, ProgramPlan):
         return plan_to_text(plan)
     head = {
@@ -126,12 +127,12 @@ def any_plan_to_text(plan: AnyPlan) -> str:
 
 
 def any_plan_from_text(text: str) -> AnyPlan:
-    """The plan that `any_plan_to_text` wrote."""
+    """Read a plan that `any_plan_to_text` wrote."""
     return pipeline_plan_from_text(text) if "stages" in json.loads(text) else plan_from_text(text)
 
 
 def pipeline_plan_from_text(text: str) -> PipelinePlan:
-    """The plan of a pipeline that `any_plan_to_text` wrote."""
+    """Read the plan of a pipeline that `any_plan_to_text` wrote."""
     read = json.loads(text)
     return PipelinePlan(
         size=read["size"],

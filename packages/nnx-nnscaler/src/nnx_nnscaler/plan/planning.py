@@ -1,4 +1,4 @@
-"""Planning one program: choices are narrowed by a policy, priced, and solved within a memory limit."""
+"""Plan one program: a policy narrows the options, and the solver chooses within a memory limit."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ from nnx_nnscaler.plan.policies import Policy, PolicyContext, StrategiesOf, poli
 from nnx_nnscaler.plan.solver import Problem, Program, fold
 from nnx_nnscaler.rules.rule import outputs_of, replicate
 
-# Planning one program: choices are narrowed by a policy, priced, and solved within a memory limit.
-
-
 _SURE = 1.04
-"""A plan that splits only the batch is taken unless another is predicted to be faster by more than this.
+"""The factor by which a plan must be faster than one that splits only the batch.
 
-It communicates least often, and what communication costs in the middle of a step is predicted worst.
+Splitting only the batch communicates least often, and the cost of communication within a step is the least
+certain prediction.
 """
 _ROUNDS = 6
-"""How often the solver's limit is tightened until the walk through the step confirms it."""
+"""The number of times that `_within` tightens the solver's limit."""
 
 
 def plan_program(
@@ -45,30 +43,31 @@ def plan_program(
     zero: bool = False,
     strategies_of: StrategiesOf | None = None,
 ) -> ProgramPlan:
-    """Plan how the ranks of a unit run a graph.
+    """Plan the run of a graph on the ranks of a unit.
 
     Args:
         graph: The traced forward.
-        size: Ranks of the unit.
-        policy: A policy's name, or a function that takes a `PolicyContext`.
-        costs: The figures that time and memory are predicted with; published ones of a plain CPU by default.
-        stored: Says how parameters are stored already, by fully qualified name, when a further program is
-            planned for a model that was laid out; a parameter that is not named is whole.
-        synchronized: With `stored`, the parameters whose gradients the reducer sums over the unit.
-        constraints: Module or parameter pattern to strategy name, on top of the policy.
-        memory_limit: Bytes that each rank may use.
-        units: The number of units that share the work, each with a batch of its own.
+        size: The number of ranks of the unit.
+        policy: The name of a policy, or a function that takes a `PolicyContext`.
+        costs: The figures of the prediction; by default the published figures of a plain CPU.
+        stored: The present placements of parameters by fully qualified name, to plan a further program of a
+            model that is laid out; unnamed parameters are replicated.
+        synchronized: The parameters whose gradients the reducer sums over the unit; used with `stored`.
+        constraints: The strategy name by module or parameter pattern, in addition to the policy.
+        memory_limit: The bytes that each rank may use.
+        units: The number of units, each with a batch of its own.
         zero: True if the units shard parameters, gradients and optimizer state.
-        strategies_of: The source of strategies; the registry of rules by default.
+        strategies_of: The source of strategies; by default the registry of rules.
 
     Raises:
         OptionError: There is no such policy.
-        PlanError: The policy or a constraint asks for the impossible, or no plan fits into the memory.
+        PlanError: The policy or a constraint is impossible, or no plan fits the memory.
         UnsupportedError: The policy plans pipelines.
     """
     name, narrow = policy_of(policy)
     costs = costs or CostModel()
     context = PolicyContext(graph, size, rules_for(size, strategies_of))
+    # The layout is fixed before the policy, which sees it, and again after it, as it may have changed it.
     if stored is not None:
         _keep_layout(context, stored, synchronized or ())
         kept = dict(context.stored)
@@ -82,6 +81,7 @@ def plan_program(
     if stored is None and graph.training:
         assignment = synchronize_what_passes_on(graph, assignment)
     found = _plan(graph, assignment, prices, context.flow, policy=name)
+    # The plan of 'data' has a layout of its own, which a model that is laid out cannot take.
     if policy != "autodist" or stored is not None or size == 1:
         return found
     again = partial(plan_program, graph, size=size, costs=costs, constraints=constraints, units=units)
@@ -90,14 +90,14 @@ def plan_program(
 
 
 def replicated_plan(graph: Graph, size: int) -> ProgramPlan:
-    """The plan by which every rank does everything."""
+    """Return the plan by which every rank computes the complete graph."""
     choices = {op.name: replicate(op) for op in graph.ops}
     stored = dict.fromkeys(graph.parameters.values(), R)
     return ProgramPlan(size=size, policy="replicate", choices=choices, stored=stored)
 
 
 def _unless_data_does(found: ProgramPlan, plan: Callable[..., ProgramPlan]) -> ProgramPlan:
-    """The plan that was found, or one that splits only the batch if it is as fast for all that is known."""
+    """Return the plan that was found, or the plan of policy 'data' if it is about as fast."""
     with suppress(PlanError):
         by_batch = plan(policy="data")
         ours, other = by_batch.prediction.time * 1e3, found.prediction.time * 1e3
@@ -110,7 +110,8 @@ def _unless_data_does(found: ProgramPlan, plan: Callable[..., ProgramPlan]) -> P
 
 
 def rules_for(size: int, strategies_of: StrategiesOf | None = None) -> StrategiesOf:
-    """Where the strategies of operators come from; one rank has nothing to split."""
+    """Return the source of strategies."""
+    # One rank has nothing to split, so it needs no rules.
     if size == 1:
         return _only_replicate
     if strategies_of is not None:
@@ -127,13 +128,13 @@ def _only_replicate(op: Op, graph: Graph, size: int) -> list[Strategy]:
 def _keep_layout(
     context: PolicyContext, stored: Mapping[str, Placement], synchronized: Collection[str]
 ) -> None:
-    """Leave only the layout that the parameters have."""
+    """Keep only the present layout of the parameters."""
     for name, fqn in context.graph.parameters.items():
         context.stored[name] = (Stored(stored.get(fqn, R), fqn in synchronized),)
 
 
 class _Limits:
-    """The facts for a message about memory."""
+    """The facts of an error about memory."""
 
     def __init__(self, policy: str, *, units: int, zero: bool) -> None:
         self.policy = policy
@@ -141,7 +142,7 @@ class _Limits:
         self.zero = zero
 
     def error(self, limit: int, least: int, size: int) -> PlanError:
-        """That no plan fits, and what helps."""
+        """Return the error that no plan fits, with the remedies that apply."""
         knobs = [f"more ranks for each unit (plan_ngpus, now {size})"]
         if self.units > 1 and not self.zero:
             knobs.append("use_zero=True")
@@ -157,7 +158,7 @@ class _Limits:
 
 
 def bytes_text(nbytes: float) -> str:
-    """A number of bytes, as one reads it."""
+    """Return a number of bytes as readable text."""
     for unit in ("bytes", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
@@ -194,12 +195,9 @@ def _within(
     *,
     uncounted: float,
 ) -> Assignment:
-    """The fastest plan whose walk through a step stays within the limit.
-
-    The program counts otherwise than the walk (gradients of parameters from the start, none of activations,
-    nothing short-lived), so its own limit is moved by what they differ, and lowered while the walk exceeds
-    it.
-    """
+    """Return the fastest plan whose predicted peak keeps the limit."""
+    # The solver counts parameters' gradients from the start, no gradients of activations, and nothing
+    # short-lived. So its limit is shifted by the difference, and falls while the predicted peak is too high.
     solution = program.solve(least_memory=True)
     least = problem.assignment(solution.chosen) if solution else None
     if solution is None or least is None:
@@ -207,6 +205,7 @@ def _within(
     smallest, allowed = peak_memory(flow, least, prices), limit - uncounted
     fitting = least if smallest <= limit else None
     for _ in range(_ROUNDS):
+        # Below the smallest memory that the solver knows there would be no solution.
         found = _assignment(problem, program, limit=max(allowed, solution.objective * (1 + 1e-9)))
         if found is None:
             break
@@ -214,6 +213,7 @@ def _within(
         smallest = min(smallest, peak)
         if peak <= limit:
             return found
+        # The solver was already at the smallest plan that it knows.
         if allowed < solution.objective:
             break
         allowed -= peak - limit
@@ -248,7 +248,7 @@ def _plan(graph: Graph, assignment: Assignment, prices: Prices, flow: Flow, *, p
 
 
 def _all_choices(graph: Graph, assignment: Assignment, flow: Flow) -> dict[str, Strategy]:
-    """The strategies in the order of the graph; a getitem's says in which placement its result comes."""
+    """Return the strategies in the order of the graph; a getitem has the placement of its result."""
     choices = {}
     for op in graph.ops:
         strategy = assignment.choices.get(op.name)
@@ -260,7 +260,7 @@ def _all_choices(graph: Graph, assignment: Assignment, flow: Flow) -> dict[str, 
 
 
 def _divisible(graph: Graph, assignment: Assignment, flow: Flow, size: int) -> set[tuple[str, int]]:
-    """Sizes that were even for the traced batch and have to be for any other that runs this plan."""
+    """Return the sizes that must be divisible in every batch that runs this plan."""
     found = set()
     for name, op in flow.ops.items():
         strategy = assignment.choices[name]

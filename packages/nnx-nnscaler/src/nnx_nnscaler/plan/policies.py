@@ -1,7 +1,7 @@
-"""Policies, and the context that they work on.
+"""Policies, and the context that they narrow.
 
-Every operator's ways of being split, which a policy narrows down in place (`pin`, `only`, `store`); it may
-also return the strategy of some operators itself, by name. The solver decides the others.
+A `PolicyContext` holds the strategies of every operator. A policy narrows them in place (`pin`, `only`,
+`store`), and may also return strategies of operators by name. The solver chooses among the rest.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ StrategiesOf = Callable[[Op, Graph, int], Iterable[Strategy]]
 
 
 class PolicyContext:
-    """A graph and what may still be chosen for it.
+    """A graph and its remaining options.
 
     Attributes:
         graph: The graph that is planned.
-        size: Ranks of the unit.
-        strategies: The strategies that every operator may choose from, by name; never empty.
-        stored: The ways in which every parameter may be stored, by value name; never empty.
+        size: The number of ranks of the unit.
+        strategies: The remaining strategies of every operator, by name; never empty.
+        stored: The remaining storage options of every parameter, by value name; never empty.
     """
 
     def __init__(self, graph: Graph, size: int, strategies_of: StrategiesOf) -> None:
@@ -42,7 +42,7 @@ class PolicyContext:
         self.stored: dict[str, tuple[Stored, ...]] = self._all_stored()
 
     def _all_stored(self) -> dict[str, tuple[Stored, ...]]:
-        """Whole, whole with gradients that are summed later, or in one of the parts that someone uses."""
+        """Return the storage options: replicated, synchronized, or sharded as a strategy uses it."""
         wanted: dict[str, dict[Placement, None]] = {name: {} for name in self.graph.parameters}
         for name, op in self.flow.ops.items():
             for position, operand in enumerate(op.operands()):
@@ -55,16 +55,17 @@ class PolicyContext:
 
     def _stored(self, meta: TensorMeta, parts: Iterable[Placement]) -> tuple[Stored, ...]:
         whole = (Stored(R), Stored(R, synchronized=True)) if meta.differentiable else (Stored(R),)
+        # An even sharding saves memory also where no operator uses the parameter sharded.
         even = largest_part(meta, self.size)
         placements = dict.fromkeys([*parts, *([even] if even else [])])
         return (*whole, *map(Stored, placements)) if self.size > 1 else (Stored(R),)
 
     def op(self, name: str) -> Op:
-        """An operator by name."""
+        """Return an operator by name."""
         return self.flow.ops[name]
 
     def matching(self, pattern: str) -> list[Op]:
-        """Operators that belong to a module whose name matches, or that use a parameter whose name does."""
+        """Return the operators of matching modules, and those that use matching parameters."""
         parameters = self.graph.parameters
         return [
             op
@@ -74,11 +75,11 @@ class PolicyContext:
         ]
 
     def splits_batch(self, op: Op, strategy: Strategy) -> bool:
-        """Return True if some tensor of an operator is split along the batch."""
+        """Return True if a tensor of the operator is split along the batch."""
         return any(self._along_batch(meta, placement) for meta, placement in self._placed(op, strategy))
 
     def splits_other(self, op: Op, strategy: Strategy) -> bool:
-        """Return True if some tensor of an operator is split along a dim that is not the batch."""
+        """Return True if a tensor of the operator is split along another dim than the batch."""
         return any(
             placement.is_shard and not self._along_batch(meta, placement)
             for meta, placement in self._placed(op, strategy)
@@ -94,9 +95,10 @@ class PolicyContext:
         return zip((*metas, *outputs_of(op)), (*strategy.inputs, *strategy.outputs), strict=True)
 
     def _along_batch(self, meta: TensorMeta, placement: Placement) -> bool:
-        """The batch is what has a symbol for its size; in a graph without symbols, the first dim."""
+        """Return True if a placement shards the batch dim."""
         if not placement.is_shard:
             return False
+        # Only batch dims have symbolic sizes. In a graph without symbols the batch is the first dim.
         if self.graph.symbols:
             return isinstance(meta.shape[placement.dim], Size)
         return placement.dim == 0 and not any(
@@ -104,24 +106,24 @@ class PolicyContext:
         )
 
     def only(self, op: Op, wanted: Callable[[Op, Strategy], bool]) -> bool:
-        """Keep the strategies that are wanted, if there are any; whether there were."""
+        """Keep only the wanted strategies; return False and keep all if there are none."""
         kept = tuple(strategy for strategy in self.strategies[op.name] if wanted(op, strategy))
         if kept:
             self.strategies[op.name] = kept
         return bool(kept)
 
     def pin(self, pattern: str, strategy: str) -> int:
-        """Let the operators of matching modules (or parameters) take the strategy of that name.
+        """Pin the operators of matching modules or parameters to a strategy.
 
         Args:
-            pattern: Such as ``"blocks.*.fc"``; `fnmatch` rules.
-            strategy: Such as ``"column"``. Operators of these modules that know no such strategy stay free.
+            pattern: A pattern of `fnmatch`, such as ``"blocks.*.fc"``.
+            strategy: The name of a strategy, such as ``"column"``; operators without it stay free.
 
         Returns:
-            How many operators were pinned.
+            The number of pinned operators.
 
         Raises:
-            PlanError: Nothing matches, or nothing that matches knows the strategy.
+            PlanError: No operator matches, or no matching operator has the strategy.
         """
         ops = self.matching(pattern)
         pinned = sum(self.only(op, lambda _, one: one.name == strategy) for op in ops)
@@ -140,13 +142,13 @@ class PolicyContext:
         )
 
     def store(self, pattern: str, placement: Placement) -> int:
-        """Let matching parameters be stored in a placement.
+        """Store matching parameters in a placement.
 
         Returns:
-            How many parameters that concerns.
+            The number of matching parameters.
 
         Raises:
-            PlanError: No parameter matches, or one cannot be stored so.
+            PlanError: No parameter matches, or the placement does not fit one.
         """
         names = [name for name, fqn in self.graph.parameters.items() if fnmatchcase(fqn, pattern)]
         if not names:
@@ -170,10 +172,10 @@ class PolicyContext:
         self.stored[name] = known or (Stored(placement),)
 
     def choose(self, chosen: Mapping[str, Any]) -> None:
-        """Take strategies by operator name, as a callable policy may return them.
+        """Choose strategies by operator name, as a callable policy may return them.
 
         Raises:
-            PlanError: There is no such operator, or it cannot be split so.
+            PlanError: There is no such operator, or it has no such strategy.
         """
         for name, strategy in chosen.items():
             if name not in self.strategies:
@@ -190,7 +192,7 @@ class PolicyContext:
             self.strategies[name] = tuple(known)
 
     def choices(self) -> Choices:
-        """The open choices."""
+        """Return the remaining options."""
         return Choices(self.strategies, self.stored)
 
 
@@ -199,30 +201,30 @@ Policy = Callable[[PolicyContext], "Mapping[str, Any] | None"]
 
 
 def largest_part(meta: TensorMeta, size: int) -> Placement | None:
-    """Return the first dim that splits evenly: the layout of a sharded parameter that is used unsharded."""
+    """Return the placement that shards the first dim that splits evenly; None without one."""
     return next((S(dim) for dim in range(len(meta.shape)) if S(dim).fits(meta.hints, size)), None)
 
 
-# The built-in policies, each a function that narrows what may be chosen.
+# The built-in policies, each a function that narrows the options.
 #
-# Pipeline policies are not here: `pipeline` cuts a graph into stages, which each get a plan from here.
+# Pipeline policies are in `pipeline`, which splits a graph into stages and plans each stage with these.
 
 
 def dp(context: PolicyContext) -> None:
-    """Nothing is split: units of one rank, replicated.
+    """Split nothing: data parallelism with units of one rank.
 
     Raises:
-        PlanError: The unit has more ranks.
+        PlanError: The unit has more than one rank.
     """
     if context.size > 1:
         raise PlanError(
-            f"policy 'dp' splits nothing, but a unit has {context.size} ranks, which would all do the same.",
+            f"policy 'dp' splits nothing, but a unit has {context.size} ranks, which would compute the same.",
             remedy="Leave plan_ngpus at 1, or choose policy 'data', 'tp' or 'autodist'.",
         )
 
 
 def data(context: PolicyContext) -> None:
-    """The batch of a unit is split over its ranks wherever an operator can; parameters stay whole."""
+    """Split the batch of a unit over its ranks wherever an operator can; parameters stay replicated."""
     for op in context.flow.ops.values():
         context.only(
             op, lambda op, one: not context.splits_other(op, one) and not _drops_batch(context, op, one)
@@ -233,7 +235,7 @@ def data(context: PolicyContext) -> None:
 
 
 def zero(context: PolicyContext) -> None:
-    """As `data`, with every parameter sharded and gathered for use, if its shape allows."""
+    """Split as `data` does, and shard every parameter whose shape allows it; uses gather it."""
     data(context)
     for name in context.stored:
         part = largest_part(context.graph.metas[name], context.size)
@@ -242,7 +244,7 @@ def zero(context: PolicyContext) -> None:
 
 
 def tp(context: PolicyContext) -> None:
-    """Split no batch; split and shard every weight that can be used sharded."""
+    """Split no batch; shard every weight that operators can use sharded."""
     for op in context.flow.ops.values():
         context.only(op, lambda op, one: not context.splits_batch(op, one))
         weights = [name for name in op.operands() if _is_weight(context, name)]
@@ -256,11 +258,12 @@ def tp(context: PolicyContext) -> None:
 
 
 def autodist(context: PolicyContext) -> None:
-    """Everything is left to the solver, which prefers `data` where the difference is less than it knows."""
+    """Leave all options to the solver; `plan_program` prefers `data` unless it is clearly slower."""
 
 
 def _drops_batch(context: PolicyContext, op: Op, strategy: Strategy) -> bool:
-    """Return True if an operator could split the batch, does not, and is not about partial sums either."""
+    """Return True if a strategy does not split the batch although another one could."""
+    # A strategy on partial sums comes after a split batch, so it drops nothing.
     if context.splits_batch(op, strategy) or P in strategy.inputs:
         return False
     return any(
@@ -289,11 +292,11 @@ POLICIES: dict[str, Policy] = {"dp": dp, "data": data, "zero": zero, "tp": tp, "
 
 
 def policy_of(policy: str | Policy) -> tuple[str, Policy]:
-    """A policy and its name.
+    """Return a policy and its name.
 
     Raises:
-        OptionError: There is none of that name.
-        UnsupportedError: It plans pipelines.
+        OptionError: There is no policy of that name.
+        UnsupportedError: The policy plans pipelines.
     """
     if callable(policy):
         return getattr(policy, "__name__", type(policy).__name__), policy

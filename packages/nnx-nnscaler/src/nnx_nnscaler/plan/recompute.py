@@ -1,4 +1,4 @@
-"""Which submodules are recomputed in the backward pass, by patterns of their names."""
+"""Find the submodules to recompute in backward, by patterns of their names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 
 def recomputed_owner(module: str, patterns: Sequence[str]) -> str | None:
-    """The outermost submodule around this one that is to be recomputed.
+    """Return the outermost recomputed submodule around this one; None without one.
 
     Example:
         >>> recomputed_owner("blocks.3.mlp.0", ["blocks.*.mlp"])
@@ -22,6 +22,6 @@ def recomputed_owner(module: str, patterns: Sequence[str]) -> str | None:
 
 
 def _matches(owner: str, pattern: str) -> bool:
-    """Return True if a name fits a pattern, in which a star stands for one part of a name."""
+    """Return True if a name fits a pattern; a star stands for one component of the name."""
     names, wanted = owner.split("."), pattern.split(".")
     return len(names) == len(wanted) and all(map(fnmatchcase, names, wanted))

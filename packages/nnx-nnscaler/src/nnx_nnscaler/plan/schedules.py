@@ -1,8 +1,8 @@
-"""Which rank along a pipe works on which stage and microbatch, in what order and, by what stages take, when.
+"""Order the actions of pipeline schedules, and simulate their time and memory.
 
-An `Arrangement` says which rank has which stages, `actions` what a rank does one after another: the orders
-are those of `torch.distributed.pipelining`. `simulate` says when, if a message takes no time, and `held` how
-many activations a rank has at a time. Nothing runs here.
+An `Arrangement` assigns stages to ranks. `order` lists the actions of each rank, as in
+`torch.distributed.pipelining`. `simulate` predicts the times of actions if messages take no time, and `held`
+the number of activations that a rank holds at once. Nothing runs here.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ NAMES = {
     INPUTS: "backward, inputs",
     WEIGHTS: "backward, weights",
 }
-"""The kinds of actions, as the user reads them."""
+"""The names of the kinds of actions in messages."""
 FORWARD_SHARE = 1 / 3
-"""Of the time that a stage takes: for each product of matrices there are two more in the backward pass."""
+"""The forward's share of a stage's time: backward has two matrix products for each one of the forward."""
 
 
 class Arrangement(NamedTuple):
-    """Which rank along the pipe has which stage.
+    """The stages of each rank along the pipe.
 
     Attributes:
-        ranks: Ranks along the pipe.
-        stages: Stages, a multiple of the ranks.
-        v_shaped: True if the ranks' second stages are in reverse order, so that the first has the last one.
+        ranks: The number of ranks along the pipe.
+        stages: The number of stages, a multiple of the ranks.
+        v_shaped: True if the second stages of the ranks are in reverse order: the first rank has the last.
     """
 
     ranks: int
@@ -42,7 +42,7 @@ class Arrangement(NamedTuple):
     v_shaped: bool = False
 
     def rank_of(self, stage: int) -> int:
-        """The rank that has a stage.
+        """Return the rank that has a stage.
 
         Example:
             >>> [Arrangement(2, 4).rank_of(stage) for stage in range(4)]
@@ -54,15 +54,16 @@ class Arrangement(NamedTuple):
         return self.ranks - 1 - place if self.v_shaped and loop % 2 else place
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, in order."""
+        """Return the stages of a rank, in order."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
 
 class Action(NamedTuple):
-    """The next action of a rank.
+    """One action of a rank.
 
     Attributes:
-        kind: ``"F"`` forward, ``"B"`` backward, or of that ``"I"`` gradients of inputs, ``"W"`` of weights.
+        kind: ``"F"`` for forward, ``"B"`` for backward; a split backward has ``"I"`` for the gradients of
+            inputs and ``"W"`` for those of weights.
         stage: The stage.
         microbatch: The microbatch.
     """
@@ -76,13 +77,13 @@ class Action(NamedTuple):
 def actions(
     schedule: str, ranks: int, stages: int, microbatches: int
 ) -> tuple[tuple[Action, ...], ...] | None:
-    """Return each rank's actions, in order; None if the schedule does not take that many microbatches.
+    """Return each rank's actions, in order; None if the schedule has no order for so many microbatches.
 
     Args:
         schedule: A name of `nnx_nnscaler.options.SCHEDULES`.
-        ranks: Ranks along the pipe.
-        stages: Stages of all ranks.
-        microbatches: Microbatches.
+        ranks: The number of ranks along the pipe.
+        stages: The number of stages of all ranks.
+        microbatches: The number of microbatches.
 
     Example:
         >>> first, last = actions("1f1b", 2, 2, 2)
@@ -95,21 +96,23 @@ def actions(
         )
     try:
         found = schedule_actions(SCHEDULES[schedule], ranks, microbatches, stages // ranks)
+    # torch's schedules check their arguments with both kinds of errors.
     except (ValueError, AssertionError):
         return None
     return tuple(tuple(Action(*action) for action in rank) for rank in found)
 
 
 def _gpipe(left: int, own: Sequence[int], microbatches: int) -> tuple[Action, ...]:
-    """All forward, then all back."""
+    """Run all forwards, then all backwards in reverse order."""
     each = range(microbatches)
     there = [Action(FORWARD, stage, index) for stage in own for index in each]
     return (*there, *(Action(BACKWARD, stage, index) for _, stage, index in reversed(there)))
 
 
 def _one_forward_one_backward(left: int, own: Sequence[int], microbatches: int) -> tuple[Action, ...]:
-    """As many forward as there are stages from here, then one back and one forward in turns."""
+    """Run as many forwards as there are stages from here on, then alternate backward and forward."""
     (stage,) = own
+    # So many are in flight before the first backward comes back to this stage.
     order = [Action(FORWARD, stage, index) for index in range(min(left, microbatches))]
     for index in range(microbatches):
         order.append(Action(BACKWARD, stage, index))
@@ -119,7 +122,7 @@ def _one_forward_one_backward(left: int, own: Sequence[int], microbatches: int) 
 
 
 _SIMPLE = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
-"""Torch 2.13 lists no order for its GPipe, and one for its 1F1B that is wrong on all ranks but the first."""
+"""Own orders: torch 2.13 lists none for its GPipe, and its 1F1B order is wrong on all ranks but the first."""
 
 
 def order(schedule: str, arrangement: Arrangement, microbatches: int) -> tuple[tuple[Action, ...], ...]:
@@ -131,7 +134,7 @@ def order(schedule: str, arrangement: Arrangement, microbatches: int) -> tuple[t
         microbatches: The number of microbatches of a batch.
 
     Raises:
-        OptionError: There is no such schedule, or none for these stages and microbatches.
+        OptionError: The schedule is unknown, or has no order for these stages and microbatches.
     """
     check_choice("schedule", schedule, tuple(SCHEDULES))
     ranks, stages = arrangement.ranks, arrangement.stages
@@ -141,7 +144,7 @@ def order(schedule: str, arrangement: Arrangement, microbatches: int) -> tuple[t
     if found is None or own != [sorted({action.stage for action in rank}) for rank in found]:
         raise OptionError(
             f"schedule={schedule!r} has no order for {microbatches} microbatches and {arrangement}.",
-            remedy="'gpipe' takes any; others take stages and microbatches as torch's schedules do.",
+            remedy="Use 'gpipe', which takes any, or the stages and microbatches of torch's schedule.",
         )
     return found
 
@@ -150,11 +153,11 @@ class Span(NamedTuple):
     """An action and its time.
 
     Attributes:
-        rank: The rank: along the pipe where it is predicted, in the world where it was measured.
+        rank: The rank along the pipe in a prediction, or in the world in a measurement.
         action: The action.
-        start: When it begins, in seconds.
-        stop: When it is done.
-        step: The training step, from 0, in which it was measured.
+        start: The start in seconds.
+        stop: The end in seconds.
+        step: The training step of the measurement, from 0.
     """
 
     rank: int
@@ -167,16 +170,16 @@ class Span(NamedTuple):
 def simulate(
     orders: Sequence[Sequence[Action]], forward: Sequence[float], backward: Sequence[float]
 ) -> list[Span]:
-    """When each action runs, if it waits for nothing but the rank and the action that it follows from.
+    """Return the time of each action, if it waits only for its rank and for the actions that it needs.
 
     Args:
-        orders: The actions of each rank, one after another.
-        forward: Seconds of each stage for a microbatch.
-        backward: Seconds of each stage for the gradients of a microbatch: half for those of inputs, and half
-            for those of weights, where a schedule takes them apart.
+        orders: The actions of each rank, in order.
+        forward: The forward seconds of each stage for a microbatch.
+        backward: The backward seconds of each stage for a microbatch; the two actions of a split backward
+            take half of it each.
 
     Raises:
-        PlanError: The ranks would wait for each other for ever.
+        PlanError: The ranks deadlock.
     """
     half = [seconds / 2 for seconds in backward]
     seconds = {FORWARD: forward, BACKWARD: backward, INPUTS: half, WEIGHTS: half}
@@ -184,6 +187,7 @@ def simulate(
     left = [list(actions) for actions in orders]
     free = [0.0] * len(left)
     spans: list[Span] = []
+    # Each pass runs every rank as far as it can; a pass without progress is a deadlock.
     while any(left):
         before = len(spans)
         for rank, waiting in enumerate(left):
@@ -198,19 +202,20 @@ def simulate(
             raise PlanError(
                 f"the schedule comes to a standstill before {NAMES[first.kind]} of stage {first.stage}, "
                 f"microbatch {first.microbatch}.",
-                remedy="Let what it follows from come first.",
+                remedy="Order the actions that it needs before it.",
             )
     return spans
 
 
 def _result(action: Action) -> tuple[str, int, int]:
-    """Return the awaited action: it is the same if gradients of weights are computed at once or later."""
+    """Return the key of an action's result."""
+    # Other stages wait for gradients of inputs, which a split and a complete backward both give.
     kind, stage, index = action
     return BACKWARD if kind == INPUTS else kind, stage, index
 
 
 def _ready(action: Action, done: Mapping[tuple[str, int, int], float], stages: int) -> float | None:
-    """When what an action follows from is done; None before that is known."""
+    """Return the time at which all needed actions are done; None if one has not run yet."""
     kind, stage, index = action
     needed = []
     if kind == FORWARD and stage > 0:
@@ -227,7 +232,7 @@ def _ready(action: Action, done: Mapping[tuple[str, int, int], float], stages: i
 
 
 def waiting_share(spans: Sequence[Span]) -> float:
-    """The share of the time in which the rank with the most work waits."""
+    """Return the share of the time in which the rank with the most work waits."""
     busy: dict[int, float] = {}
     for span in spans:
         busy[span.rank] = busy.get(span.rank, 0.0) + span.stop - span.start
@@ -238,9 +243,9 @@ def waiting_share(spans: Sequence[Span]) -> float:
 def held(
     schedule: str, arrangement: Arrangement, microbatches: int
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """For each rank, of how many microbatches it holds activations of each of its stages at the same time.
+    """Return for each rank the largest numbers of microbatches whose activations it holds at once, by stage.
 
-    There are several answers for a rank with several stages: those that none exceeds in all stages.
+    A rank with several stages has several answers: all counts that no other exceeds in every stage.
 
     Example:
         >>> held("1f1b", Arrangement(2, 2), 8), held("gpipe", Arrangement(2, 2), 8)
@@ -248,7 +253,8 @@ def held(
         >>> held("gpipe", Arrangement(2, 4, v_shaped=True), 3)
         (((3, 3),), ((3, 3),))
     """
-    if schedule == "gpipe":  # whatever stages a rank has
+    # GPipe holds all microbatches in any arrangement.
+    if schedule == "gpipe":
         each = arrangement.stages // arrangement.ranks
         return (((microbatches,) * each,),) * arrangement.ranks
     orders = actions(schedule, arrangement.ranks, arrangement.stages, microbatches)
@@ -261,7 +267,8 @@ def held(
             if kind == FORWARD:
                 now[stage] += 1
                 seen.add(tuple(now.values()))
-            elif kind != INPUTS:  # until the gradients of weights are there as well
+            # A split backward frees activations only with the gradients of weights.
+            elif kind != INPUTS:
                 now[stage] -= 1
         most = [
             one

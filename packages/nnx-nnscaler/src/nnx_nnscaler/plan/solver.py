@@ -1,8 +1,8 @@
-"""The mixed-integer program behind a plan, solved by HiGHS.
+"""Solve the choices of a plan as a mixed-integer program, with HiGHS.
 
-One binary for each option of each node; one flow for each edge and pair of (state it comes in, use it is
-wanted for), which is 1 exactly where both are chosen; one conversion for each value and pair, shared by all
-edges that need it. Only options are integers: flows and conversions follow from them.
+Each option of each node has a binary variable. Each edge has a flow for each pair of a producer's state and a
+consumer's use, which is 1 exactly if both are chosen. Each value has a conversion for each pair, shared by
+all edges that need it. Only options are integers, because flows and conversions follow from them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from nnx_nnscaler.plan.flow import Assignment, Flow
 
 # The planning problem with repeated layers tied: one choice for all twins of an operator or a parameter.
 #
-# It folds a graph of n identical layers into one, exactly: a plan that treats layers alike costs in the
-# folded problem what it costs in the graph, conversions that several consumers share included.
+# Folding n identical layers into one is exact. A plan that treats layers alike has the same cost in the
+# folded problem as in the graph, including conversions that several consumers share.
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The choices of a plan.
+    """The options of a plan.
 
     Attributes:
         strategies: The strategies of every operator, by name.
-        stored: The ways to store every parameter, by value name.
+        stored: The storage options of every parameter, by value name.
     """
 
     strategies: Mapping[str, Sequence[Strategy]]
@@ -42,7 +42,7 @@ class Choices:
 
 @dataclass(slots=True)
 class Node:
-    """Operators, or parameters, that choose alike; the first stands for all.
+    """Operators or parameters that share one choice; the first represents all.
 
     Attributes:
         members: The names of the operators or parameters.
@@ -54,19 +54,19 @@ class Node:
 
     @property
     def first(self) -> str:
-        """The one that stands for all."""
+        """The member that represents all."""
         return self.members[0]
 
 
 class Edge(NamedTuple):
-    """Values of one kind that flow to one operand of one kind of operator.
+    """The flow from one result of a node to one operand of another node.
 
     Attributes:
-        source: Index of the node that makes them; -1 for replicated values.
-        position: The number of its result.
-        target: Index of the node that uses them; -1 for the forward's result.
-        operand: The number of its operand.
-        storage: Class of the value itself where its source is -1, so that inputs stay apart.
+        source: The index of the producing node; -1 for replicated values.
+        position: The index of its result.
+        target: The index of the consuming node; -1 for the forward's result.
+        operand: The index of its operand.
+        storage: The kind of the value if its source is -1, so that different inputs stay apart.
     """
 
     source: int
@@ -78,7 +78,7 @@ class Edge(NamedTuple):
 
 @dataclass(slots=True)
 class Value:
-    """Values of one kind that all flow along the same edges, and so are converted alike.
+    """Values that flow along the same edges, and therefore share their conversions.
 
     Attributes:
         members: The names of the values.
@@ -94,9 +94,9 @@ class Problem:
     """The folded problem.
 
     Attributes:
-        nodes: Kinds of operators and parameters.
-        values: Kinds of values.
-        node_of: Index of the node of every operator and parameter.
+        nodes: The kinds of operators and parameters.
+        values: The kinds of values.
+        node_of: The index of the node of every operator and parameter.
     """
 
     flow: Flow
@@ -105,7 +105,7 @@ class Problem:
     node_of: dict[str, int] = field(default_factory=dict)
 
     def states(self, edge: Edge) -> list[Stored]:
-        """How the values of an edge may come, one for each option of their source."""
+        """Return the states of an edge's values, one for each option of their source."""
         if edge.source < 0:
             return [Stored(R)]
         return [
@@ -114,14 +114,14 @@ class Problem:
         ]
 
     def uses(self, edge: Edge) -> list[Use]:
-        """How the values of an edge may be wanted, one for each option of their consumer."""
+        """Return the uses of an edge's values, one for each option of their consumer."""
         if edge.target < 0:
             return [Use(R)]
         options = self.nodes[edge.target].options
         return [uses_of(option)[edge.operand] for option in options if isinstance(option, Strategy)]
 
     def assignment(self, chosen: Sequence[int]) -> Assignment:
-        """The plan that takes one option of each node."""
+        """Return the assignment of one option to each node."""
         choices: dict[str, Strategy] = {}
         stored: dict[str, Stored] = {}
         for node, index in zip(self.nodes, chosen, strict=True):
@@ -135,12 +135,12 @@ class Problem:
 
 
 def fold(flow: Flow, choices: Choices, *, tie: bool = True) -> Problem:
-    """The problem of choosing for a graph.
+    """Make the folded problem of a graph.
 
     Args:
         flow: The graph.
-        choices: The options that may be chosen; operators whose choices differ are not tied.
-        tie: True if operators that repeat from layer to layer choose alike.
+        choices: The options; operators with different options are not tied.
+        tie: True if operators that repeat from layer to layer share one choice.
     """
     problem = Problem(flow)
     _add_nodes(problem, choices, tie=tie)
@@ -178,7 +178,7 @@ def _add_values(problem: Problem) -> None:
 
 
 def _kind_of_free(flow: Flow, name: str) -> str:
-    """Inputs and constants that are shaped alike and used alike may share their conversions' variables."""
+    # Inputs and constants of one shape and dtype may share the variables of their conversions.
     return repr(flow.graph.meta(name))
 
 
@@ -190,9 +190,9 @@ class Solution:
     """An optimal choice.
 
     Attributes:
-        chosen: Index of the option of each node.
-        objective: The objective that was minimised, in seconds or bytes.
-        memory: Bytes that it takes, as the program counts them.
+        chosen: The index of each node's option.
+        objective: The minimised objective, in seconds or bytes.
+        memory: The bytes that the program counts for it.
     """
 
     chosen: tuple[int, ...]
@@ -202,7 +202,7 @@ class Solution:
 
 @dataclass(slots=True)
 class _Rows:
-    """Linear constraints in the making: ``low <= sum(coefficient * variable) <= high``."""
+    """Collects linear constraints: ``low <= sum(coefficient * variable) <= high``."""
 
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
@@ -216,12 +216,12 @@ class _Rows:
 
 
 class Program:
-    """The program of one folded problem.
+    """The mixed-integer program of one folded problem.
 
     Args:
-        problem: The problem with its choices.
-        prices: The costs of it.
-        memory: True if memory is counted, for a limit or as the objective.
+        problem: The folded problem.
+        prices: The prices of its options.
+        memory: True to count memory, for a limit or as the objective.
     """
 
     def __init__(self, problem: Problem, prices: Prices, *, memory: bool = False) -> None:
@@ -245,7 +245,7 @@ class Program:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Number of variables, and how many of them are integers."""
+        """The number of variables, and of integers among them."""
         return len(self._time), sum(map(len, self._options))
 
     def _variable(self, time: float = 0.0, memory: float = 0.0) -> int:
@@ -260,6 +260,7 @@ class Program:
                 time, memory = self._cost(node.first, option)
                 times = len(node.members)
                 variables.append(self._variable(times * time, times * memory))
+            # Exactly one option of each node is chosen.
             self._rows.add([(v, 1.0) for v in variables], low=1, high=1)
             self._options.append(variables)
 
@@ -272,7 +273,7 @@ class Program:
         return prices.operator(op, option).seconds, prices.saved(op, option).more
 
     def _add_synchronization(self) -> None:
-        """The first synchronized parameter pays for the reduction's start."""
+        """Charge the start of the reduction once, if any parameter is synchronized."""
         start = self._prices.synchronization.seconds
         if start == 0:
             return
@@ -283,18 +284,19 @@ class Program:
                     self._rows.add([(any_of, 1.0), (variable, -1.0)], low=0, high=np.inf)
 
     def _add_edge(self, edge: Edge, name: str) -> None:
-        """Flows of an edge: as much leaves each state, and reaches each use, as is chosen of it."""
+        """Add the flows of an edge: the flow out of each state, and into each use, is 1 if it is chosen."""
         problem = self._problem
-        leaving, arriving = problem.states(edge), problem.uses(edge)
+        states, uses = problem.states(edge), problem.uses(edge)
         pairs: dict[_Pair, int] = {}
-        for state in dict.fromkeys(leaving):
-            for use in dict.fromkeys(arriving):
+        for state in dict.fromkeys(states):
+            for use in dict.fromkeys(uses):
+                # An impossible conversion has no flow, so the constraints below exclude the pair.
                 if self._price(edge, name, state, use) is not None:
                     pairs[state, use] = self._variable()
         self._pairs[edge] = pairs
         ends: tuple[tuple[int, Sequence[Stored | Use], int], ...] = (
-            (edge.source, leaving, 0),
-            (edge.target, arriving, 1),
+            (edge.source, states, 0),
+            (edge.target, uses, 1),
         )
         for node, offered, side in ends:
             for one in dict.fromkeys(offered):
@@ -316,7 +318,7 @@ class Program:
         return price_of_change(self._prices, name, stored, state.placement, use)
 
     def _changes_in_place(self, edge: Edge) -> bool:
-        """Return True if the consumer writes into the value, which no conversion may stand between."""
+        """Return True if the consumer changes the value in place; a conversion would change a copy."""
         if edge.target < 0 or edge.operand > 0:
             return False
         op = self._problem.flow.ops[self._problem.nodes[edge.target].first]
@@ -324,12 +326,13 @@ class Program:
         return len(parts) > 2 and parts[1].endswith("_") and not parts[1].endswith("__")
 
     def _add_conversions(self, names: Sequence[str], edges: Sequence[Edge]) -> None:
-        """A conversion is paid once for all edges that need it."""
+        """Charge each conversion once for all edges that need it."""
         for pair in dict.fromkeys(pair for edge in edges for pair in self._pairs[edge]):
             price = self._price(edges[0]._replace(target=-1), names[0], *pair)
             if price is None or price.seconds == 0:
                 continue
             flows = [self._pairs[edge][pair] for edge in edges if pair in self._pairs[edge]]
+            # A single edge needs no variable of its own for the conversion, which keeps the program small.
             if len(flows) == 1:
                 self._time[flows[0]] += len(names) * price.seconds
                 continue
@@ -338,11 +341,12 @@ class Program:
                 self._rows.add([(paid, 1.0), (flow, -1.0)], low=0, high=np.inf)
 
     def _add_saved(self) -> None:
-        """Return autograd's saved tensors: each once, for any number of operators that save it."""
+        """Count autograd's saved tensors: each once, for any number of operators that save it."""
         groups: dict[tuple[int | str, tuple[tuple[int, int], ...]], list[str]] = {}
         for storage, where in self._savers().items():
             kept = self._problem.node_of.get(self._problem.flow.source(storage).name, storage)
             groups.setdefault((kept, tuple(sorted(where))), []).append(storage)
+        # Twins of repeated layers have the same savers: one variable counts for all of them.
         for (_, savers), storages in groups.items():
             by_bytes: dict[int, list[list[tuple[int, float]]]] = {}
             for node, operand in savers:
@@ -350,11 +354,12 @@ class Program:
                     by_bytes.setdefault(nbytes, []).append(terms)
             for nbytes, rows in sorted(by_bytes.items()):
                 kept_once = self._variable(memory=nbytes * len(storages))
+                # At least 1 if any option that saves the tensor is chosen.
                 for terms in rows:
                     self._rows.add([(kept_once, 1.0), *terms], low=0, high=np.inf)
 
     def _savers(self) -> dict[str, set[tuple[int, int]]]:
-        """For every tensor in memory, the nodes that may keep it and as which operand; -1 is their result."""
+        """Return the nodes that may save each tensor, with the operand; -1 is their result."""
         flow, problem = self._problem.flow, self._problem
         found: dict[str, set[tuple[int, int]]] = {}
         for name, op in flow.ops.items():
@@ -365,7 +370,7 @@ class Program:
         return found
 
     def _saved_terms(self, node: int, operand: int) -> Iterator[tuple[int, list[tuple[int, float]]]]:
-        """Bytes that a node keeps of an operand, and the variables with which it does."""
+        """Yield the bytes that a node saves of an operand, and the variables of the options that do."""
         by_bytes: dict[int, list[tuple[int, float]]] = {}
         op = self._problem.flow.ops[self._problem.nodes[node].first]
         names, gathered = op.operands(), False
@@ -388,7 +393,7 @@ class Program:
     def _add_gathered(
         self, by_bytes: dict[int, list[tuple[int, float]]], node: int, operand: int, name: str
     ) -> None:
-        """A parameter is kept as it is stored anyway; in another placement it takes room of its own."""
+        """Count a saved parameter if it is used in another placement than it is stored in."""
         problem = self._problem
         edge = Edge(problem.node_of[name], 0, node, operand)
         for (state, use), flow in self._pairs[edge].items():
@@ -399,14 +404,15 @@ class Program:
     def solve(
         self, *, limit: float | None = None, least_memory: bool = False, seconds: float = 60.0
     ) -> Solution | None:
-        """The cheapest choice; None where none is possible.
+        """Return the cheapest choice; None if none is possible.
 
         Args:
-            limit: Bytes that it may take, as the program counts them.
-            least_memory: Minimise bytes and not time.
-            seconds: After which the best choice found so far is taken.
+            limit: The bytes that it may take, as the program counts them.
+            least_memory: True to minimise bytes instead of time.
+            seconds: The time limit; the best choice found until then is returned.
         """
         cost = np.asarray(self._memory if least_memory else self._time)
+        # HiGHS has absolute tolerances, below which costs in seconds would disappear.
         scale = 1.0 / max(float(np.max(np.abs(cost), initial=0.0)), 1e-30)
         integers = np.zeros(len(cost))
         integers[[variable for variables in self._options for variable in variables]] = 1
@@ -419,6 +425,7 @@ class Program:
         )
         if outcome.x is None:
             return None
+        # HiGHS returns binaries as floats that are only nearly 0 or 1.
         chosen = tuple(int(np.argmax(outcome.x[variables])) for variables in self._options)
         objective = float(outcome.fun) / scale
         if not least_memory:

@@ -1,7 +1,7 @@
-"""Operations and bytes of single operators, and what autograd keeps of them for the backward pass.
+"""Count operations, bytes and saved tensors of single operators on one rank.
 
-It owns counts; `hardware` has the rates. Counts are of one rank: shapes come in as that rank's local
-ones. An operator that is not listed counts as memory-bound, and as keeping all that goes into it.
+Shapes are the local ones of the rank; `hardware` has the rates for the counts. An operator that is not listed
+counts as memory-bound, and as saving all its operands.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALIASES = _names(
     expand_as view_as slice select split split_with_sizes chunk narrow alias detach detach_ unflatten
     flatten unbind movedim swapaxes lift_fresh_copy"""
 )
-"""Operators whose results share their operand's memory, as a rule."""
+"""Operators whose results usually share their operand's memory."""
 
 
 _ADD_MATMULS = _names("addmm baddbmm addbmm addmv")
@@ -69,11 +69,11 @@ _SAVES_OUTPUT = _names(
 
 
 _SOFTMAX = 3.0
-"""What an element of attention's scores takes, in elements of a special operator; measured on a CPU."""
+"""The work of one attention score, in elements of a special operator; measured on a CPU."""
 
 
 class Local(NamedTuple):
-    """One tensor as a rank holds it."""
+    """The local tensor of one rank."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -81,12 +81,12 @@ class Local(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """The bytes of its elements."""
         return self.numel * bytes_of(self.dtype)
 
 
@@ -95,10 +95,10 @@ class Work:
     """The work of an operator in one direction.
 
     Attributes:
-        flops: Operations of matrix products.
-        nbytes: Bytes read and written.
-        special: Elements that take more than reading and writing.
-        random: Random numbers drawn.
+        flops: The operations of matrix products.
+        nbytes: The bytes read and written.
+        special: The elements with expensive functions, such as exp.
+        random: The random numbers drawn.
     """
 
     flops: float = 0.0
@@ -112,9 +112,9 @@ class Saved:
     """The tensors that autograd saves of an operator.
 
     Attributes:
-        operands: Positions of the operands that are kept.
-        output: True if its results are kept.
-        more: Further bytes: masks, statistics.
+        operands: The indices of the saved operands.
+        output: True if its results are saved.
+        more: The bytes of masks and statistics.
     """
 
     operands: tuple[int, ...] = ()
@@ -123,25 +123,25 @@ class Saved:
 
 
 def base_name(op: Op) -> str:
-    """``"linear"`` of ``"aten.linear.default"``."""
+    """Return the name of an operator: ``"linear"`` of ``"aten.linear.default"``."""
     parts = op.target.split(".")
     return parts[1] if len(parts) > 2 else parts[-1]
 
 
 def bytes_of(dtype: str) -> int:
-    """Bytes of one element."""
+    """Return the bytes of one element."""
     return _WIDTH.get(dtype, 1 if dtype.startswith("float8") else 4)
 
 
 def work_of(op: Op, inputs: Sequence[Local], outputs: Sequence[Local], *, whole: int) -> tuple[Work, Work]:
-    """Return the work of an operator's forward and backward pass on one rank.
+    """Return the work of an operator's forward and backward on one rank.
 
     Args:
         op: The operator.
-        inputs: Its operands.
-        outputs: Its results.
-        whole: Elements of its results on all ranks together: so many random numbers are drawn, in order that
-            the ranks stay in step.
+        inputs: The local operands.
+        outputs: The local results.
+        whole: The elements of its full results. A random operator draws a number for each of them on every
+            rank, so that the random states of all ranks stay equal.
     """
     name = base_name(op)
     followed = sum(local.differentiable for local in inputs)
@@ -150,13 +150,16 @@ def work_of(op: Op, inputs: Sequence[Local], outputs: Sequence[Local], *, whole:
     moved = float(sum(local.nbytes for local in (*inputs, *outputs)))
     flops = _flops(name, inputs, outputs)
     if flops:
+        # The backward of a product has one product for each operand that needs a gradient. Attention computes
+        # its scores again and has four more products: five to the two of its forward.
         per_operand = 2.5 if name in _ATTENTION else float(min(followed, 2))
-        # Besides its products, attention takes the softmax of its scores.
+        # Attention also computes the softmax of its scores.
         scores = _SOFTMAX * flops / 4 / max(inputs[0].shape[-1], 1) if name in _ATTENTION else 0.0
         forward = Work(flops, moved, special=scores)
         return forward, Work(per_operand * flops, per_operand * moved, special=per_operand * scores)
     made = float(sum(local.numel for local in outputs))
     if name == "embedding":
+        # A lookup reads only the rows that it returns, but backward writes a dense gradient of the table.
         moved = 2.0 * sum(local.nbytes for local in outputs)
         table = inputs[0].nbytes if inputs and inputs[0].differentiable else 0
         return Work(nbytes=moved), Work(nbytes=moved + table)
@@ -188,7 +191,7 @@ def _flops(name: str, inputs: Sequence[Local], outputs: Sequence[Local]) -> floa
 
 
 def saved_by(op: Op, inputs: Sequence[Local], outputs: Sequence[Local]) -> Saved:
-    """Return autograd's saved tensors of an operator on one rank; none if no operand is followed."""
+    """Return autograd's saved tensors of an operator on one rank; none if no operand needs a gradient."""
     name = base_name(op)
     followed = [position for position, local in enumerate(inputs) if local.differentiable]
     if not followed or name in _SAVES_NOTHING:
@@ -202,11 +205,12 @@ def saved_by(op: Op, inputs: Sequence[Local], outputs: Sequence[Local]) -> Saved
         return Saved(_partners(name, inputs, followed))
     if name in _NORMS:
         return Saved((0,))
-    return Saved(tuple(range(len(inputs))), output=name not in _SPECIAL)  # attention too
+    # Attention saves its result too.
+    return Saved(tuple(range(len(inputs))), output=name not in _SPECIAL)
 
 
 def _partners(name: str, inputs: Sequence[Local], followed: Sequence[int]) -> tuple[int, ...]:
-    """Of a product, each factor is kept for the gradient of the other one."""
+    """Return the saved operands of a product: each factor, if the other one needs a gradient."""
     factors = [0, 1] if len(inputs) > 1 else [0]
     if name in _ADD_MATMULS and len(inputs) > 2:
         factors = [1, 2]

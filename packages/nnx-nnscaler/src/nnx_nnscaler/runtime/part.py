@@ -1,9 +1,10 @@
-"""What is known of a tensor that this rank stores in part: where the parts are, the whole while it is used.
+"""Gather and write back a sharded parameter, its gradient or its optimizer state for user code.
 
-It owns gathering, keeping and writing back the whole of a parameter or a gradient, and how gradients are
-shown: `parameter.grad` is a stand-in that answers as the whole gradient would, and gathers it only when a
-value is asked for; in local mode it is the gradient of the local part. Who gets to see the whole is
-`nnx_core.view.guard`'s business, where parts are stored `storage`'s, ZeRO's rows `zero`'s.
+`ParameterLayout` describes the shard of one rank. `Part` gathers the full tensor at its first use, keeps it
+until the end of the step, and writes changes back to the shards. User code reads ``parameter.grad`` as a
+stand-in of the full gradient, which gathers only when a value is read. In local mode ``grad`` is the local
+gradient. `nnx_core.view.guard` decides when user code sees full tensors, `storage` stores the shards, and
+`zero` the rows of ZeRO.
 """
 
 from __future__ import annotations
@@ -32,15 +33,14 @@ from nnx_core.view.guarded_parameters import AssignedData, Snapshot
 from nnx_nnscaler.ir.placement import Placement, R
 from nnx_nnscaler.runtime.functions import Conversions
 
-# Where the part of a parameter that one rank stores lies in the whole.
+# The position of one rank's shard in the full parameter.
 #
-# Two cuts follow each other: a placement divides the parameter among the ranks of a plan unit, and with
-# ZeRO the ranks of the outer axis share the rows of what is left. This module owns the arithmetic on shapes
-# and boxes; it never communicates and stores nothing.
+# Two splits follow each other. A placement shards the parameter over the ranks of a plan unit; with ZeRO the
+# ranks of the outer axis then share the rows of each shard. This section is arithmetic on shapes and boxes.
 
 
 def rows_of(count: int, *, rank: int, size: int) -> tuple[int, int]:
-    """Which of `count` rows one of `size` ranks stores: equal numbers in order, the last ones fewer or none.
+    """Return the range of `count` rows that one of `size` ranks stores; the last ranks have fewer or none.
 
     Example:
         >>> [rows_of(5, rank=rank, size=4) for rank in range(4)]
@@ -52,15 +52,14 @@ def rows_of(count: int, *, rank: int, size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterLayout:
-    """How one rank stores one parameter.
+    """The shard of one parameter that one rank stores.
 
     Attributes:
-        shape: Logical shape: what one process would have.
-        placement: Says how the ranks of the unit share it, ``R`` or ``S``.
-        unit_rank: This rank's place in the unit.
-        unit_size: Ranks of the unit.
-        rows: First and one past the last row (index of dim 0) that this rank stores of what the unit's
-            placement leaves it; None where it stores all of them.
+        shape: The logical shape, as on a single device.
+        placement: The placement over the ranks of the unit, ``R`` or ``S``.
+        unit_rank: The index of this rank in the unit.
+        unit_size: The number of ranks of the unit.
+        rows: The range of dim 0 of the unit's shard that this rank stores; None for all rows.
         is_here: False if another stage of a pipeline stores it, so that this rank has none of its elements.
         is_everywhere: False if only one stage of a pipeline stores it.
     """
@@ -75,12 +74,12 @@ class ParameterLayout:
 
     @property
     def unit_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's part within the unit, all rows of it."""
+        """The shape of this rank's shard within the unit, with all rows."""
         return self.placement.local_shape(self.shape, self.unit_size)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of what this rank stores."""
+        """The shape of the tensor that this rank stores."""
         if not self.is_here:
             return (0, *self.shape[1:])
         if self.rows is None:
@@ -90,11 +89,11 @@ class ParameterLayout:
 
     @property
     def is_whole(self) -> bool:
-        """True if this rank stores all of the parameter."""
+        """True if this rank stores the full parameter."""
         return self.is_everywhere and self.local_shape == self.shape
 
     def unit_part(self, whole: Tensor) -> Tensor:
-        """This rank's part within the unit of a tensor of the logical shape; a view unless it has groups."""
+        """Return this rank's shard within the unit of a full tensor; a view unless it has groups."""
         if not self.is_here:
             return whole.new_empty(self.local_shape)
         if not self.placement.is_shard:
@@ -102,15 +101,16 @@ class ParameterLayout:
         dim, groups = self.placement.dim, self.placement.groups
         if groups == 1:
             return whole.chunk(self.unit_size, dim)[self.unit_rank]
+        # Each rank has an equal share of every group, such as of query, key and value in one weight.
         grouped = torch.unflatten(whole, dim, (groups, -1))
         return grouped.chunk(self.unit_size, dim + 1)[self.unit_rank].flatten(dim, dim + 1)
 
     def local_part(self, whole: Tensor) -> Tensor:
-        """What this rank stores of a tensor of the logical shape."""
+        """Return the local shard of a full tensor."""
         return self.stored_rows(self.unit_part(whole))
 
     def stored_rows(self, unit_part: Tensor) -> Tensor:
-        """What this rank stores of its part within the unit; a view."""
+        """Return the rows of the unit's shard that this rank stores, as a view."""
         if self.rows is None or not self.is_here:
             return unit_part
         return unit_part[self.rows[0] : self.rows[1]]
@@ -130,7 +130,8 @@ class ParameterLayout:
         return Shard(self.shape, tensor.dtype, boxes, tuple(tensor[place.slices] for _, place in pieces))
 
     def _pieces(self) -> Iterator[tuple[Box, Box]]:
-        """Every box that this rank stores: where it lies in the whole, and where in the local tensor."""
+        """Yield every stored box: its box in the full tensor, and its box in the local one."""
+        # The local tensor concatenates the boxes of a placement with groups along `dim`.
         if not self.is_here or (0 in self.local_shape and 0 not in self.shape):
             return
         local, reached = self.unit_shape, 0
@@ -142,7 +143,7 @@ class ParameterLayout:
             yield from self._stored(box, place)
 
     def _stored(self, box: Box, place: Box) -> Iterator[tuple[Box, Box]]:
-        """The rows of one box that this rank stores."""
+        """Yield the rows of one box that this rank stores."""
         if self.rows is None:
             yield box, place
             return
@@ -154,27 +155,27 @@ class ParameterLayout:
 
 
 class UnitPart(Protocol):
-    """Where a rank finds its part, within the unit, of one parameter. Used in local mode only."""
+    """The source of a rank's shard, within the unit, of one tensor. Used in local mode only."""
 
     @property
     def is_gathered(self) -> bool:
-        """True if `value` takes a collective of its own. That for rows of parameters is the bucket's."""
+        """True if `value` runs a collective of its own; the bucket's gather of parameter rows is none."""
 
     def value(self) -> Tensor:
-        """It, without gradient."""
+        """Return the shard without gradient."""
 
     def differentiable(self) -> Tensor:
-        """It, so that gradients reach the parameter."""
+        """Return the shard as a tensor whose gradients reach the parameter."""
 
     def write(self, value: Tensor) -> None:
-        """Take over other values, which every rank of the axis passes alike."""
+        """Write other values in place; every rank of the axis passes the same."""
 
     def replace(self, value: Tensor) -> None:
-        """Take over values that may be of another dtype or on another device."""
+        """Replace the values by ones of another dtype or on another device."""
 
 
 class LocalPart:
-    """A part that this rank stores completely."""
+    """A shard that this rank stores completely."""
 
     is_gathered = False
 
@@ -197,7 +198,7 @@ class LocalPart:
 
 
 class Summand:
-    """A tensor whose sum over the ranks of the unit is what counts."""
+    """A partial tensor; the sum over the ranks of the unit is the value."""
 
     def __init__(self, tensor: Tensor, unit: Conversions) -> None:
         self._tensor = tensor
@@ -214,6 +215,7 @@ class Summand:
         return self._unit.all_reduce__keep(self._tensor)
 
     def write(self, value: Tensor) -> None:  # noqa: D102
+        # Equal summands: their sum over the unit is the value again.
         with torch.no_grad():
             self._tensor.copy_(value / self._unit.size)
 
@@ -222,14 +224,14 @@ class Summand:
 
 
 class StagePart:
-    """A part that the ranks of one stage of a pipeline store, and the others get from them.
+    """A shard that the ranks of one pipeline stage store and broadcast to the others.
 
     Args:
         tensor: The elements that this rank stores; empty if it stores none.
-        inside: The part as the ranks that store it see it.
-        layout: Its layout.
-        pipe: This rank's group along the pipe.
-        home: The place in it of the rank that stores it.
+        inside: The shard on the ranks that store it.
+        layout: The layout of the parameter.
+        pipe: The group of this rank along the pipe.
+        home: The rank in that group that stores the shard.
     """
 
     def __init__(
@@ -242,7 +244,7 @@ class StagePart:
         self._home = home
 
     def of(self, gradient: Tensor, inside: UnitPart) -> StagePart:
-        """A tensor that lies as this one does."""
+        """Return the source of a tensor that is stored on the same stage."""
         return StagePart(gradient, inside, self._layout, pipe=self._pipe, home=self._home)
 
     @property
@@ -251,7 +253,8 @@ class StagePart:
 
     @property
     def _is_read_alone(self) -> bool:
-        """True if a hook reads it, which runs in the backward pass of the stage that has it."""
+        """True if a hook reads it in the backward of its own stage."""
+        # The other stages run no such hook, so a broadcast would wait for them forever.
         return self._layout.is_here and current_backward() != NO_BACKWARD
 
     def value(self) -> Tensor:  # noqa: D102
@@ -279,35 +282,35 @@ class StagePart:
 
 
 class GradientParts(Protocol):
-    """What the gradients of one guarded parameter are parts of. Used in local mode only."""
+    """The sharding of one guarded parameter's gradients. Used in local mode only."""
 
     def are_whole(self) -> bool:
-        """Return True if this rank stores all of the gradient it has now."""
+        """Return True if this rank stores the full gradient."""
 
     def source_of(self, gradient: Tensor) -> UnitPart:
-        """Where the part within the unit of a gradient comes from."""
+        """Return the source of a gradient's shard within the unit."""
 
     def assigned(self) -> None:
-        """Somebody gave the parameter another gradient."""
+        """Record that user code set another gradient."""
 
 
 class Part(guards.Part):
-    """What is known of one guarded tensor, and its whole while someone uses it.
+    """The guard of one sharded tensor; it keeps the full tensor while user code uses it.
 
     Args:
-        tensor: The part that this rank stores: of a parameter, or of the gradient of one.
-        layout: Says which part it is.
-        unit: Collectives of the plan unit.
-        source: The source of its part within the unit.
+        tensor: The local shard of a parameter, of its gradient, or of optimizer state.
+        layout: The layout of the parameter.
+        unit: The collectives of the plan unit.
+        source: The source of the shard within the unit.
         synchronized: True if the reducer sums its gradients over the unit.
-        in_use: The list in which it puts itself while it keeps the whole.
+        in_use: The set that the guard joins while it keeps the full tensor.
         name: The name used in errors.
-        order: Notices a whole that only some ranks ask for.
-        on_write: Called with the new whole, where user code has written into it.
+        order: The check for gathers that only some ranks start.
+        on_write: A function that gets the new full tensor after user code has changed it.
 
     Attributes:
-        gradients: The whole that a parameter's gradients are parts of; None where they are whole.
-        shown: The tensor that the last one to look at the gradient was given.
+        gradients: The sharding of a parameter's gradients; None if they are full.
+        shown: The stand-in that user code read as the gradient last.
     """
 
     gradients: GradientParts | None = None
@@ -333,32 +336,34 @@ class Part(guards.Part):
         self.layout = layout
         self.source = source
         self.synchronized = synchronized
-        self.in_programs = False  # whether one has used it, so that the whole is not all that a loss hangs on
+        # True once generated code has used the shard: a loss then depends on more than the full tensor.
+        self.in_programs = False
         self._unit = unit
         self._value: Tensor | None = None
         self._node: Tensor | None = None
-        self._made_of: tuple[int, int] = (0, 0)  # version and address of the local tensor
+        # The version and address of the local tensor when `_value` was gathered.
+        self._made_of: tuple[int, int] = (0, 0)
         self._seen: Snapshot | None = None
 
     @property
     def unit_size(self) -> int:
-        """Over how many ranks of the unit it is a part, or a summand."""
+        """The number of ranks of the unit that shard or sum it."""
         return self._unit.size
 
     @property
     @override
     def description(self) -> Tensor:
-        """A tensor of the logical shape and no storage."""
+        """A meta tensor of the logical shape."""
         return torch.empty(self.layout.shape, dtype=self.tensor.dtype, device="meta")
 
     @property
     def is_kept(self) -> bool:
-        """True if the whole is there, so that it may have been changed."""
+        """True if the full tensor is kept, so that user code may have changed it."""
         return self._value is not None
 
     @override
     def whole(self) -> Tensor:
-        """The whole, differentiable where gradients are recorded and wanted. Collective."""
+        """Return the full tensor, differentiable if gradients are recorded and wanted. Collective."""
         with local_mode():
             value = self._gathered()
             if not (torch.is_grad_enabled() and self.tensor.requires_grad):
@@ -369,29 +374,30 @@ class Part(guards.Part):
 
     @override
     def value(self) -> Tensor:
-        """The whole, without gradient; changing it in place changes the parameter. Collective."""
+        """Return the full tensor without gradient; in-place changes reach the parameter. Collective."""
         with local_mode():
             return self._gathered()
 
     @override
     def flush(self) -> None:
-        """Write back what was changed in place since."""
+        """Write in-place changes of the full tensor back."""
         with local_mode():
             if self._value is not None and self._seen is not None and self._seen.is_changed(self._value):
                 self._write(self._value)
 
     @override
     def assign(self, whole: Tensor) -> None:
-        """Take over a tensor of the logical shape, as ``parameter.data = whole`` does."""
+        """Set the data to a full tensor, as ``parameter.data = whole`` does."""
         if isinstance(whole, Guard):
             whole = whole._part.value()
         if tuple(whole.shape) != self.layout.shape:
             raise ValueError(
                 f"a tensor of shape {tuple(whole.shape)} cannot become the data of a tensor of shape "
-                f"{self.layout.shape} that is stored in parts."
+                f"{self.layout.shape} that is sharded."
             )
         with local_mode(), torch.no_grad():
             local, own = self.tensor, self.layout.unit_part(whole.detach())
+            # The same tensor again, and unchanged: there is nothing to write.
             if self._source_of_data is not None and self._source_of_data.is_still(whole, own):
                 return
             self._source_of_data = AssignedData(whole, own)
@@ -402,24 +408,24 @@ class Part(guards.Part):
                 self._forget()
 
     def release(self) -> None:
-        """Free the whole; who still needs it for a backward keeps it."""
+        """Free the full tensor; graphs that need it for backward keep it."""
         self.flush()
         if self._source_of_data is not None and not self._source_of_data.is_shared:
             self._source_of_data = None
         self._forget()
 
     def gradient(self, gradient: Tensor) -> Part:
-        """What is known of this parameter's gradient."""
-        return self._beside(gradient, f"the gradient of {self._name}")
+        """Return the guard of this parameter's gradient."""
+        return self._alike(gradient, f"the gradient of {self._name}")
 
     def state(self, value: Tensor, name: str) -> Part | None:
-        """What is known of a tensor in the optimizer's state; None if it is not cut like the parameter."""
+        """Return the guard of a tensor of optimizer state; None if it is not sharded like the parameter."""
         if self.layout.is_whole or tuple(value.shape) != self.layout.local_shape:
             return None
-        return self._beside(value, f"'{name}' of {self._name} in the optimizer's state")
+        return self._alike(value, f"'{name}' of {self._name} in the optimizer's state")
 
-    def _beside(self, tensor: Tensor, name: str) -> Part:
-        """What is known of a tensor that is stored as this one is."""
+    def _alike(self, tensor: Tensor, name: str) -> Part:
+        """Return the guard of a tensor that is sharded like this one."""
         return Part(
             tensor,
             self.layout,
@@ -431,9 +437,10 @@ class Part(guards.Part):
         )
 
     def share(self, gradient: Tensor) -> Part:
-        """What is known of a gradient on its way to this parameter, with all rows."""
+        """Return the guard of a gradient in a hook, before its reduction."""
         return Part(
             gradient,
+            # ZeRO shares the rows out only when the gradient is reduced.
             replace(self.layout, rows=None),
             unit=self._unit,
             source=Summand(gradient, self._unit) if self.synchronized else LocalPart(gradient),
@@ -443,7 +450,7 @@ class Part(guards.Part):
 
     @override
     def gradient_shown(self) -> Tensor | None:
-        """What whoever reads the gradient of a parameter gets; nothing is gathered yet."""
+        """Return the stand-in that user code reads as the gradient; it gathers nothing yet."""
         with local_mode():
             gradient = self.tensor.grad
             if gradient is None or self.gradients is None or self.gradients.are_whole():
@@ -455,13 +462,14 @@ class Part(guards.Part):
 
     @override
     def gradient_given(self, gradient: Any) -> None:
-        """Let a parameter have another gradient, of which it gets its part; None for none."""
+        """Set the shard of a full gradient as the parameter's gradient; None clears it."""
         with local_mode():
             if gradient is None:
                 self.tensor.grad = self.shown = None
                 return
             if isinstance(gradient, _Shown):
                 gradient._part.flush()
+                # The parameter's own gradient, set again, needs no gather.
                 if gradient._of is self:
                     self.tensor.grad = gradient._local
                     return
@@ -486,19 +494,21 @@ class Part(guards.Part):
 
     @override
     def hook(self, register: Callable[..., Any], hook: Callable[..., Any]) -> Any:
-        """Register a hook that sees the whole gradient, and whose answer counts in part."""
+        """Register a hook that gets the full gradient; autograd continues with the shard of its result."""
 
-        def heard(gradient: Tensor | None) -> Tensor | None:
-            return None if gradient is None else self._hear(gradient, hook)
+        def on_gradient(gradient: Tensor | None) -> Tensor | None:
+            return None if gradient is None else self._call_hook(gradient, hook)
 
+        # Other hooks get the parameter, not its gradient.
         is_of_tensor = register is torch.Tensor.register_hook
         with local_mode():
-            return register(self.tensor, heard if is_of_tensor else hook)
+            return register(self.tensor, on_gradient if is_of_tensor else hook)
 
-    def _hear(self, gradient: Tensor, hook: Callable[..., Any]) -> Tensor | None:
+    def _call_hook(self, gradient: Tensor, hook: Callable[..., Any]) -> Tensor | None:
         with local_mode():
             shown = _show(self, gradient)
             shown._part = share = self.share(gradient)
+            # The hook is user code, which sees full tensors of other parameters too.
             with guarded_mode():
                 answer = hook(shown)
             share.flush()
@@ -506,13 +516,14 @@ class Part(guards.Part):
                 return None
             whole = answer._part.value() if isinstance(answer, Guard) else answer
             changed = share.layout.unit_part(whole)
+            # The reducer sums over the unit, so each rank passes an equal summand on.
             return changed / self.unit_size if self.synchronized else changed
 
     @override
     def differentiated(self) -> list[Tensor]:
         if self.in_programs or not self.layout.is_everywhere:
             raise UnsupportedError(
-                "`torch.autograd.grad` is asked for gradients of a parameter that programs use in parts.",
+                "`torch.autograd.grad` asks for gradients of a parameter that programs use in parts.",
                 remedy="Call `backward` and read `.grad`, or use strategy 'nnscaler_dp'.",
             )
         return [self.whole()]
@@ -523,10 +534,12 @@ class Part(guards.Part):
 
     def _gathered(self) -> Tensor:
         self.flush()
+        # An optimizer or a load that changed the shard in local mode makes the kept full tensor stale.
         if self._value is None or self._made_of != self._local_state():
             self._forget()
             if self._order is not None and (self.layout.placement.is_shard or self.source.is_gathered):
                 self._order.arrive(f"the gather of {self._name}, which user code reads or writes")
+            # An inference tensor could not be kept for a later training step.
             with torch.inference_mode(False), torch.no_grad():
                 value = self.source.value()
                 if self.layout.placement.is_shard:
@@ -540,13 +553,15 @@ class Part(guards.Part):
         return self.tensor._version, self.tensor.data_ptr()
 
     def _differentiable(self, value: Tensor) -> Tensor:
-        """The same values, with the way of gradients back to the parameter."""
+        """Return the full tensor with a backward that gives the shard its gradient."""
         inside = self.source.differentiable()
+        # On other stages the shard is empty, and so is its gradient.
         if not self.layout.is_here:
             return _whole(inside, value, lambda g: g.new_zeros(self.layout.local_shape))
         if self.layout.placement.is_shard:
             placement = self.layout.placement
             return _whole(inside, value, lambda g: self._unit.part(g, placement.dim, placement.groups))
+        # Each rank of the unit computes the full gradient, and the reducer sums over the unit.
         if self.synchronized:
             size = self._unit.size
             return _whole(inside, value, lambda g: g / size)
@@ -559,16 +574,17 @@ class Part(guards.Part):
         if whole is not self._value:
             self._forget()
             return
-        self._node = None  # it is a view of what has changed
+        # It is a view of the full tensor from before the change.
+        self._node = None
         self._made_of, self._seen = self._local_state(), Snapshot(whole)
 
 
 class _Shown(Guard, Tensor):  # type: ignore[misc] # their __repr__ differ
-    """Stands for the gradient of a guarded parameter, whole; it shares memory with the local one.
+    """A stand-in of the full gradient of a guarded parameter; it shares memory with the local gradient.
 
     Attributes:
-        _of: The parameter's part.
-        _local: The gradient of the local part.
+        _of: The guard of the parameter.
+        _local: The gradient of the local shard.
     """
 
     _of: Part
@@ -588,7 +604,7 @@ def _show(part: Part, gradient: Tensor) -> _Shown:
 
 
 class _Whole(torch.autograd.Function):
-    """The gathered value in place of the part; the gradient's way back is given."""
+    """Replaces a shard by the full tensor in autograd; `backward` makes the shard's gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, value: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:

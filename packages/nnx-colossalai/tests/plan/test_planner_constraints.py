@@ -5,7 +5,15 @@ import pytest
 from jobs.colossalai_recount import HUGE, layers, llama, random_spec, tiers_of
 from nnx_colossalai.plan.cost import MemoryModel
 from nnx_colossalai.plan.planner import evaluate, plan
-from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources, Tier, Wishes, format_bytes
+from nnx_colossalai.plan.spec import (
+    Constraints,
+    Group,
+    ModelSpec,
+    Placement,
+    RankResources,
+    Tier,
+    format_bytes,
+)
 from nnx_core.errors import OptionError, PlanError
 
 # ---------------------------------------------------------------- what is asked for
@@ -15,7 +23,9 @@ from nnx_core.errors import OptionError, PlanError
 @pytest.mark.parametrize("model", ["layers", "llama", "ragged"])
 def test_the_fraction_offloaded_is_what_was_asked_for_to_within_one_group(model, fraction):
     spec = {"layers": layers(12), "llama": llama(), "ragged": random_spec(5, most=12)}[model]
-    planned = plan(spec, RankResources(device_bytes=HUGE, host_bytes=HUGE), Wishes(offload_fraction=fraction))
+    planned = plan(
+        spec, RankResources(device_bytes=HUGE, host_bytes=HUGE), Constraints(offload_fraction=fraction)
+    )
     trained = [group.trainable for group in spec.groups]
     there = sum(numel for numel, tier in zip(trained, tiers_of(planned), strict=True) if tier.steps_on_host)
     assert abs(there - fraction * sum(trained)) <= max(trained) / 2
@@ -26,15 +36,15 @@ def test_the_fraction_offloaded_is_what_was_asked_for_to_within_one_group(model,
 @pytest.mark.parametrize("streamed", [0, 0.1, 0.5])
 def test_streamed_ones_are_part_of_the_offloaded_ones(streamed):
     spec = layers(20)
-    wishes = Wishes(offload_fraction=0.5, stream_fraction=streamed)
-    tiers = tiers_of(plan(spec, RankResources(device_bytes=HUGE, host_bytes=HUGE), wishes))
+    constraints = Constraints(offload_fraction=0.5, stream_fraction=streamed)
+    tiers = tiers_of(plan(spec, RankResources(device_bytes=HUGE, host_bytes=HUGE), constraints))
     assert sum(tier.steps_on_host for tier in tiers) == 10
     assert sum(tier is Tier.STREAMED for tier in tiers) == 20 * streamed
 
 
 def test_a_fraction_of_streamed_groups_alone_leaves_the_others_to_the_planner():
-    wishes = Wishes(stream_fraction=0.25)
-    tiers = tiers_of(plan(layers(8), RankResources(device_bytes=HUGE, host_bytes=HUGE), wishes))
+    constraints = Constraints(stream_fraction=0.25)
+    tiers = tiers_of(plan(layers(8), RankResources(device_bytes=HUGE, host_bytes=HUGE), constraints))
     assert tiers.count(Tier.STREAMED) == 2 and tiers.count(Tier.GATHERED) == 6
 
 
@@ -43,22 +53,22 @@ def test_a_fraction_of_streamed_groups_alone_leaves_the_others_to_the_planner():
     [("cuda", Tier.GATHERED), ("cpu", Tier.STREAMED), *((tier.value, tier) for tier in Tier)],
 )
 def test_a_policy_puts_every_group_where_it_says(policy, expected):
-    planned = plan(layers(3), RankResources(device_bytes=HUGE, host_bytes=HUGE), Wishes(policy=policy))
+    planned = plan(layers(3), RankResources(device_bytes=HUGE, host_bytes=HUGE), Constraints(policy=policy))
     assert set(tiers_of(planned)) == {expected}
 
 
 def test_single_groups_can_be_placed_by_name():
-    wishes = Wishes(tiers={"layers.1": "streamed"})
-    planned = plan(layers(3), RankResources(device_bytes=HUGE, host_bytes=HUGE), wishes)
+    constraints = Constraints(tiers={"layers.1": "streamed"})
+    planned = plan(layers(3), RankResources(device_bytes=HUGE, host_bytes=HUGE), constraints)
     assert tiers_of(planned) == [Tier.GATHERED, Tier.STREAMED, Tier.GATHERED]
     assert planned.reasons["layers.1"] == "asked for"
 
 
 def test_complete_weights_are_kept_nowhere_where_that_is_not_allowed():
-    wishes = Wishes(gathered_allowed=False)
+    constraints = Constraints(gathered_allowed=False)
     for world_size in (1, 4):
         planned = plan(
-            layers(3, world_size=world_size), RankResources(device_bytes=HUGE, host_bytes=HUGE), wishes
+            layers(3, world_size=world_size), RankResources(device_bytes=HUGE, host_bytes=HUGE), constraints
         )
         assert set(tiers_of(planned)) == {Tier.SHARDED}
 
@@ -68,7 +78,7 @@ def test_the_margin_is_the_share_of_the_free_device_memory_that_masters_and_stat
     spec = layers(10, activation=5000)
     weights = MemoryModel(spec).device_peak([Tier.OFFLOADED] * 10)
     resources = RankResources(device_bytes=weights + 100_000, host_bytes=HUGE)
-    planned = plan(spec, resources, Wishes(gpu_margin_ratio=ratio))
+    planned = plan(spec, resources, Constraints(gpu_margin_ratio=ratio))
     there = tiers_of(planned).count(Tier.GATHERED)
     assert there == min(int(ratio * 100_000 // 16_000), 6)
 
@@ -76,14 +86,14 @@ def test_the_margin_is_the_share_of_the_free_device_memory_that_masters_and_stat
 def test_frozen_groups_do_not_count_in_a_fraction():
     frozen = tuple(Group(name=f"frozen.{at}", numel=5000, trainable=0) for at in range(4))
     spec = ModelSpec(groups=(*frozen, *layers(4).groups))
-    wishes = Wishes(offload_fraction=0.5)
-    tiers = tiers_of(plan(spec, RankResources(device_bytes=HUGE, host_bytes=HUGE), wishes))
+    constraints = Constraints(offload_fraction=0.5)
+    tiers = tiers_of(plan(spec, RankResources(device_bytes=HUGE, host_bytes=HUGE), constraints))
     assert sum(tier.steps_on_host for tier in tiers[4:]) == 2
     assert set(tiers[:4]) == {Tier.GATHERED}
 
 
 @pytest.mark.parametrize(
-    ("wishes", "one", "other"),
+    ("constraints", "one", "other"),
     [
         ({"offload_fraction": 0.2, "stream_fraction": 0.3}, "stream_fraction=0.3", "offload_fraction=0.2"),
         ({"policy": "cuda", "offload_fraction": 0.1}, "policy='cuda'", "offload_fraction=0.1"),
@@ -103,15 +113,15 @@ def test_frozen_groups_do_not_count_in_a_fraction():
         ),
     ],
 )
-def test_wishes_that_contradict_each_other_are_both_named(wishes, one, other):
+def test_constraints_that_contradict_each_other_are_both_named(constraints, one, other):
     with pytest.raises(OptionError) as error:
-        Wishes(**wishes)
+        Constraints(**constraints)
     assert one in str(error.value) and other in str(error.value) and "contradicts" in str(error.value)
     assert error.value.remedy == "Leave one of them out."
 
 
 @pytest.mark.parametrize(
-    ("wishes", "message"),
+    ("constraints", "message"),
     [
         ({"offload_fraction": 1.5}, "offload_fraction is 1.5. Give a number from 0 to 1, or None."),
         ({"stream_fraction": -0.1}, "stream_fraction is -0.1. Give a number from 0 to 1, or None."),
@@ -127,23 +137,25 @@ def test_wishes_that_contradict_each_other_are_both_named(wishes, one, other):
         ),
     ],
 )
-def test_a_wish_that_makes_no_sense_is_refused(wishes, message):
+def test_a_constraint_that_makes_no_sense_is_refused(constraints, message):
     with pytest.raises(OptionError) as error:
-        Wishes(**wishes)
+        Constraints(**constraints)
     assert str(error.value).startswith(message)
 
 
 def test_a_tier_for_a_group_that_there_is_not_names_the_nearest():
     with pytest.raises(OptionError, match=r"no group of that name. Nearest names: 'layers.1'"):
         plan(
-            layers(3), RankResources(device_bytes=HUGE, host_bytes=HUGE), Wishes(tiers={"layer.1": "sharded"})
+            layers(3),
+            RankResources(device_bytes=HUGE, host_bytes=HUGE),
+            Constraints(tiers={"layer.1": "sharded"}),
         )
 
 
 def test_a_fraction_that_single_groups_make_impossible_says_what_is_nearest():
-    wishes = Wishes(offload_fraction=0.0, tiers={"layers.0": "offloaded", "layers.1": "offloaded"})
+    constraints = Constraints(offload_fraction=0.0, tiers={"layers.0": "offloaded", "layers.1": "offloaded"})
     with pytest.raises(OptionError) as error:
-        plan(layers(4), RankResources(device_bytes=HUGE, host_bytes=HUGE), wishes)
+        plan(layers(4), RankResources(device_bytes=HUGE, host_bytes=HUGE), constraints)
     assert "offload_fraction=0.0 cannot be met" in str(error.value)
     assert error.value.remedy == "Set offload_fraction to 0.500, or leave out the tiers of single groups."
 
@@ -151,9 +163,9 @@ def test_a_fraction_that_single_groups_make_impossible_says_what_is_nearest():
 # ---------------------------------------------------------------- what does not fit
 
 
-def refused(spec, device, host, **wishes):
+def refused(spec, device, host, **constraints):
     with pytest.raises(PlanError) as error:
-        plan(spec, RankResources(device_bytes=device, host_bytes=host), Wishes(**wishes))
+        plan(spec, RankResources(device_bytes=device, host_bytes=host), Constraints(**constraints))
     return error.value
 
 
@@ -188,21 +200,21 @@ def test_a_host_too_small_names_what_it_needs_beside_that_device():
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "constraints",
     [
         {"policy": "cuda"},
         {"offload_fraction": 0.25},
         {"tiers": {"layers.0": "gathered", "layers.1": "gathered"}},
     ],
 )
-def test_wishes_that_do_not_fit_are_named_where_a_plan_without_them_would(wishes):
-    error = refused(layers(4), 30_000, HUGE, **wishes)
+def test_constraints_that_do_not_fit_are_named_where_a_plan_without_them_would(constraints):
+    error = refused(layers(4), 30_000, HUGE, **constraints)
     assert error.message.startswith(
-        f"no placement with {Wishes(**wishes).given} fits: the least that it needs is "
+        f"no placement with {Constraints(**constraints).given} fits: the least that it needs is "
     )
     assert (
         "29.30 KiB (30000 bytes) are allowed" in error.message
-        and "Without it there is one that fits." in error.message
+        and "Without it a placement fits." in error.message
     )
     assert error.remedy == "Leave it out or relax it, or raise device_memory or host_memory."
 
