@@ -67,6 +67,22 @@ class _Forward:
         for index, output in enumerate(self.outputs):
             output.register_hook(lambda gradient, at=index: self.gradients.__setitem__(at, gradient))  # type: ignore[no-untyped-call]
 
+    def lacks_gradients(self, loss: Tensor) -> bool:
+        """Return True if backward ended before it reached an output that the loss was computed from."""
+        of_outputs = {output.grad_fn: index for index, output in enumerate(self.outputs)}
+        left, seen = [loss.grad_fn], set[Any]()
+        while left:
+            node = left.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            index = of_outputs.get(node)
+            if index is None:
+                left += [following for following, _ in node.next_functions]
+            elif index not in self.gradients:
+                return True
+        return False
+
     def free(self, loss: Tensor) -> None:
         """Free the graph from the outputs to the loss; the values stay.
 
@@ -122,7 +138,7 @@ class Retrying:
         accumulated = any(_has_gradients(model) for model in models)
         last = self._last.pop(models[0], None) if len(models) == 1 else None
         gradients: dict[int, Tensor] = {}
-        freed = 0
+        lacks_gradients, freed = False, 0
         while True:
             try:
                 run()
@@ -131,10 +147,13 @@ class Retrying:
                 failure = self._as_ours(error)
             if last is not None:
                 # `watch` clears them in each retry, so those of the first failure are kept.
-                gradients = gradients or last.gradients
+                if not gradients:
+                    gradients, lacks_gradients = last.gradients, last.lacks_gradients(loss)
                 # Without this, the retry's forward would build a second graph beside the first.
                 last.free(loss)
-            why_not = self._why_no_backward_retry(gradients, accumulated=accumulated)
+            why_not = self._why_no_backward_retry(
+                gradients, lacks_gradients=lacks_gradients, accumulated=accumulated
+            )
             freed = self._lower(models[0], failure, after=freed, why_not=why_not)
             assert last is not None
             run = partial(self._repeat, models[0], last, gradients)
@@ -145,6 +164,9 @@ class Retrying:
         last.watch(last.run())
         # The loss is not computed again: the outputs are the same, and their gradients are known.
         outputs = [last.outputs[index] for index in sorted(gradients)]
+        for index, output in zip(sorted(gradients), outputs, strict=True):
+            # An output may be computed from another one, whose known gradient counts that path already.
+            output.register_hook(lambda _, known=gradients[index]: known)  # type: ignore[no-untyped-call]
         torch.autograd.backward(outputs, [gradients[index] for index in sorted(gradients)])
 
     def _lower(self, model: ChunkedModel, failure: DeviceMemoryError, *, after: int, why_not: str) -> int:
@@ -189,11 +211,15 @@ class Retrying:
             return "a step of manual optimization may have changed weights already"
         return ""
 
-    def _why_no_backward_retry(self, gradients: dict[int, Tensor], *, accumulated: bool) -> str:
+    def _why_no_backward_retry(
+        self, gradients: dict[int, Tensor], *, lacks_gradients: bool, accumulated: bool
+    ) -> str:
         if self._world_size > 1:
             return "gradients of the backward that failed are partly reduced over the ranks"
         if not gradients:
             return "the forward before it is not known"
+        if lacks_gradients:
+            return "the backward failed before the gradients of all outputs were known"
         if accumulated:
             return "gradients of the backward that failed are mixed with those accumulated before"
         return ""
