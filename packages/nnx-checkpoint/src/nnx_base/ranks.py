@@ -24,6 +24,7 @@ from torch.distributed import gather_object as _gather_object
 
 from nnx_base._torch_compat import default_group, default_store, timeout_of
 from nnx_base.clean_up import note
+from nnx_base.dtypes import as_bytes
 from nnx_base.errors import CheckpointError, NnxError, RankLostError
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def broadcast_tensor(tensor: Tensor) -> None:
         return
     dense = data.contiguous()
     # NCCL and gloo lack some integers; what travels is the same either way.
-    dist.broadcast(dense.view(-1).view(torch.uint8) if dense.dtype in _NOT_SENT else dense, src=0)
+    dist.broadcast(as_bytes(dense) if dense.dtype in _NOT_SENT else dense, src=0)
     if dense is not data:
         data.copy_(dense)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from nnx_base.dtypes import as_bytes
 from nnx_base.errors import CheckpointError
 from nnx_base.ranks import control_group, exchange, rank_and_size, together
 from nnx_base.shard import Shard, shard_of
@@ -369,8 +370,7 @@ def _digest(state: Any, opaque: Literal["error", "pickle"]) -> str:
     found = sha256(json.dumps(encoder.encode(state), sort_keys=True).encode())
     for _, tensor in sorted(encoder.tensors.items()):
         if isinstance(tensor, Tensor):
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
-            found.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+            found.update(as_bytes(tensor.cpu()).numpy().tobytes())
     return found.hexdigest()
 
 

@@ -171,6 +171,13 @@ def test_decisions_and_the_set_of_used_parameters_are_compared(pool: WorkerPool)
     assert pool.run(compare, _AsItIs, "a", world_size=2, init="gloo") == ["", ""]
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (1, 3)])
+def test_a_checksum_ignores_the_strides_of_single_elements(shape: tuple[int, ...]) -> None:
+    value = torch.arange(60.0)
+    odd = value.as_strided(shape, (29, *(1 for _ in shape[1:])))  # as a row of one element under ZeRO
+    assert checksum(odd) == checksum(odd.clone(memory_format=torch.contiguous_format))
+
+
 def test_a_checksum_tells_the_same_change_in_other_places() -> None:
     first, second = torch.zeros(40, 6), torch.zeros(40, 6)
     first[[13, 17, 18, 23, 28, 29]] = 0.5

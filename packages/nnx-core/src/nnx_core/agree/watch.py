@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nnx_base.box import Box
+from nnx_base.dtypes import as_bytes
 from nnx_base.ranks import all_gather_object, control_group, is_distributed
 from nnx_base.shard import Shard
 from nnx_core.backend import Backend
@@ -64,9 +65,7 @@ def checksum(tensor: Tensor) -> Tensor:
         compressed: Any = data
         data = (data if data.layout == torch.sparse_coo else compressed.to_sparse_coo()).coalesce()
         return checksum(data.indices()) * _ODD + checksum(data.values())
-    if data.is_complex():
-        data = torch.view_as_real(data.resolve_conj())
-    bits = data.resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    bits = as_bytes(data)
     if bits.storage_offset() % 8:
         bits = bits.clone()
     whole = bits.numel() // 8

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import nnx_checkpoint as storage
+from nnx_base.dtypes import as_bytes
 from nnx_base.ranks import all_gather_object, control_group, gather_object, rank_and_size, together
 from nnx_base.shard import Shard
 from nnx_checkpoint.reading.loading import load_model
@@ -128,7 +129,7 @@ def split_rank_entries(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], d
 def _digest(value: Any) -> str:
     """Equal for equal values."""
     if isinstance(value, Tensor):
-        data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        data = as_bytes(value.cpu()).numpy().tobytes()
         return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
     if isinstance(value, (list, tuple)):
         return f"[{' '.join(_digest(item) for item in value)}]"

@@ -158,14 +158,6 @@ def from_owner(items: Sequence[Item]) -> list[Parcel]:
     ]
 
 
-def as_bytes(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor as a flat view of bytes on a device."""
-    dense = tensor.detach().to(device).contiguous()
-    if dense.is_complex():
-        dense = torch.view_as_real(dense)
-    return dense.reshape(-1).view(torch.uint8)
-
-
 def fill_from_bytes(view: Tensor, received: Tensor) -> None:
     """Copy received bytes into a view."""
     target = torch.view_as_real(view) if view.is_complex() else view

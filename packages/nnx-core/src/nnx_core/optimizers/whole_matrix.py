@@ -29,6 +29,7 @@ from torch.distributed import all_reduce
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from nnx_base.dtypes import as_bytes
 from nnx_base.ranks import (
     all_gather_object,
     control_group,
@@ -49,7 +50,6 @@ from nnx_core.optimizers.owners import (
     Parcel,
     Route,
     _membership,
-    as_bytes,
     choose_owners,
     empty,
     fill_from_bytes,
@@ -288,7 +288,7 @@ class OwnerRanks:
             if parcel.source == parcel.target == rank:
                 parcel.received.copy_(parcel.sent)
             elif parcel.source == rank:
-                out[parcel.target].append(as_bytes(parcel.sent, self._device))
+                out[parcel.target].append(as_bytes(parcel.sent.to(self._device)))
             elif parcel.target == rank:
                 into[parcel.source].append(parcel.received)
         sent = torch.cat([piece for pieces in out for piece in pieces] or [self._no_bytes()])

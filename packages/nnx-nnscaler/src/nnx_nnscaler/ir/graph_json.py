@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nnx_base.dtypes import as_bytes
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.ir.graph import Argument, Code, Graph, Input, Make, Op, Ref, Size, TensorMeta
 
@@ -161,7 +162,7 @@ def _known(meta: TensorMeta | None) -> TensorMeta:
 
 
 def _tensor_out(tensor: Tensor) -> list[Any]:
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    content = as_bytes(tensor.cpu()).numpy().tobytes()
     return [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), base64.b64encode(content).decode()]
 
 

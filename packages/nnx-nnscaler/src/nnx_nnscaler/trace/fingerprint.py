@@ -13,10 +13,10 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy
-import torch
 import xxhash
 from torch import Tensor, nn
 
+from nnx_base.dtypes import as_bytes
 from nnx_core._torch_compat import pytree
 from nnx_core.view.python_state import names_in
 from nnx_nnscaler.trace.reads import (
@@ -240,7 +240,7 @@ def _digested(leaf: Any) -> Any:
         look = (tuple(leaf.shape), str(leaf.dtype))
         if type(leaf) is not Tensor or leaf.is_meta:
             return look
-        return *look, _bytes(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return *look, _bytes(as_bytes(leaf.cpu()).numpy())
     if isinstance(leaf, numpy.ndarray):
         return _bytes(leaf)
     if isinstance(leaf, FunctionType) and is_users(leaf.__module__):
