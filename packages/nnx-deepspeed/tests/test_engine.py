@@ -50,18 +50,18 @@ HOST = ("nnx_deepspeed_3_cpu", PARTS)
         ("two optimizers", "DeepSpeed trains one module with one optimizer; there are 2"),
         ("a group added", "a param group was added while training"),
         ("another order", "nothing has stepped with them"),
-        ("another order later", "in the backward before this one the gradients came in another order on one"),
-        ("another order at the end", "in the last backward the gradients came in another order on one rank"),
+        ("another order later", "in the backward before this one the gradients had another order on one"),
+        ("another order at the end", "in the last backward the gradients had another order on one rank"),
         ("frozen in mid-run", "embed.weight was frozen while training"),
         (
             "gradients of its own",
             "the gradient of embed.weight was assigned, and no backward of the strategy",
         ),
         ("state dropped", "`optimizer.state` was read or written while training"),
-        ("used again", "sometimes.weight is used in this step and was not in an earlier one"),
+        ("used again", "sometimes.weight is used in this step and was not used in an earlier one"),
         ("arguments of backward", "takes a loss and `retain_graph`, nothing else"),
         ("mixed dtypes", "DeepSpeed trains float32 parameters; embed.weight is float64"),
-        ("64-true", "DeepSpeed keeps float32 masters; precision='64-true' asks for others"),
+        ("64-true", "DeepSpeed keeps float32 masters; precision='64-true' needs another dtype"),
         ("untested", "DeepSpeed has not tested SGD with ZeRO, and zero_allow_untested_optimizer is False"),
         (
             "forced",
@@ -278,7 +278,7 @@ def test_stage_3_moves_no_whole_module_to_the_device(monkeypatch: pytest.MonkeyP
 
 
 def test_written_weights_are_found_and_taken_over_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partitions, "_AT_ONCE", 4)
+    monkeypatch.setattr(partitions, "_CHUNK", 4)
     masters = torch.randn(11)
     weights = masters.to(torch.bfloat16)
     before = masters.clone()

@@ -204,8 +204,8 @@ def test_a_state_dict_goes_through_a_file_and_back(
 
 
 def test_content_that_would_lose_something_is_refused(written: dict[str, Any]) -> None:
-    taken = "content['state_dict']: the shared checkpoint keeps something else under this name."
-    nested = "content['parts'] holds tensors of which each rank has a part, and is no state dict."
+    taken = "content['state_dict']: the shared checkpoint uses this key for its own data."
+    nested = "content['parts'] holds sharded tensors and is not a state dict."
     for strategy, (_, outcome) in written.items():
         copied, named, listed = outcome["refused"]
         assert named == taken and copied == ""
@@ -316,7 +316,7 @@ def test_a_state_dict_is_put_back_only_where_it_fits() -> None:
     fill_module({"w": target}, {"w": torch.arange(4.0), "v": 1}, strict=False)
     assert target.data[0].tolist() == [0, 1]
     for source, message in (
-        ({"w": part(2, torch.ones(2))}, "w lies in other parts in the state dict than in the model."),
+        ({"w": part(2, torch.ones(2))}, "w is sharded in another way in the state dict than in the model."),
         ({"w": torch.ones(3)}, "w is (3,) in the state dict and (4,) in the model."),
         ({"v": torch.ones(4)}, "the state dict is of another model; missing: ['w'], unexpected: ['v']."),
     ):
@@ -353,7 +353,7 @@ class KeepHalves(Lite):
         for content in (plain, {"model": plain}):
             with pytest.raises(CheckpointError) as caught:
                 self.save(content, path)
-            assert "weight of shape (2, 3) is this rank's part of (4, 3); nothing says which." in str(
+            assert "weight of shape (2, 3) is this rank's shard of (4, 3), with no offset." in str(
                 caught.value
             )
         assert not path.exists()

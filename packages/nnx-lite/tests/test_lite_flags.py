@@ -87,11 +87,11 @@ def test_shorthands_agree_with_the_flags_that_they_stand_for(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"gpus": 2, "tpu_cores": 8}, "gpus=2 and tpu_cores=8 ask for two accelerators."),
+        ({"gpus": 2, "tpu_cores": 8}, "gpus=2 and tpu_cores=8 request two accelerators."),
         ({"gpus": 2, "accelerator": "cpu"}, "gpus=2 contradicts accelerator='cpu'."),
         ({"tpu_cores": 8, "accelerator": "gpu"}, "tpu_cores=8 contradicts accelerator='gpu'."),
         ({"gpus": 2, "devices": 4}, "gpus=2 contradicts devices=4."),
-        ({"devices": 0, "accelerator": "gpu"}, "devices=0 asks for no device of accelerator='gpu'."),
+        ({"devices": 0, "accelerator": "gpu"}, "devices=0 requests no device of accelerator='gpu'."),
         ({"devices": [1, 4]}, "devices=[1, 4] are indices of devices, and the accelerator is the CPU."),
         ({"devices": "two"}, "devices='two' is neither a number of devices nor indices of devices."),
         ({"devices": ","}, "devices=',' is neither a number of devices nor indices of devices."),
@@ -277,7 +277,7 @@ def test_strategy_objects_that_cannot_be_translated_say_why() -> None:
     error = refused(strategy=Mine())
     assert error.message == (
         "strategy=Mine() is a subclass of lightning.pytorch.strategies.ddp.DDPStrategy; Fabric never calls "
-        "what it overrides."
+        "its overrides."
     )
     hooked = trainer_strategies.DDPStrategy(ddp_comm_hook=print)
     assert refused(strategy=hooked).message == (
@@ -364,7 +364,7 @@ def test_environments_and_checkpoint_ios_of_any_copy_are_taken() -> None:
     [
         (
             "ddp_sharded",
-            "plugins='ddp_sharded' is a strategy, which the first LightningLite took as",
+            "plugins='ddp_sharded' is a strategy, which the first LightningLite accepted as",
             "strategy=",
         ),
         (trainer_strategies.DDPStrategy(), "plugins='DDPStrategy' is a strategy, which", "strategy="),
@@ -378,7 +378,7 @@ def test_environments_and_checkpoint_ios_of_any_copy_are_taken() -> None:
             "plugins=AsyncCheckpointIO() wraps the checkpoint IO",
             "async_save",
         ),
-        (object(), "plugins='object' is none that Lite knows.", "ClusterEnvironment"),
+        (object(), "plugins='object' is not a kind that Lite knows.", "ClusterEnvironment"),
     ],
 )
 def test_plugins_that_only_trainer_or_the_first_lite_knew_are_refused(
@@ -393,8 +393,8 @@ def test_precision_is_chosen_once() -> None:
         pass
 
     error = refused(plugins=Mine("bf16-mixed", "cpu"))
-    assert error.message.startswith("plugins=Mine(precision='bf16-mixed') is Trainer's, and Fabric has no")
+    assert error.message.startswith("plugins=Mine(precision='bf16-mixed') is a plugin of Trainer without")
     error = refused(plugins=MixedPrecision("bf16-mixed", "cpu"), precision=64)
-    assert error.message == "precision=64 contradicts the MixedPrecision that was passed as an object."
+    assert error.message == "precision=64 contradicts the MixedPrecision object that you passed."
     strategy = trainer_strategies.DDPStrategy(precision_plugin=trainer_plugins.HalfPrecision("bf16-true"))
     assert Lite(strategy=strategy)._precision.precision == "bf16-true"

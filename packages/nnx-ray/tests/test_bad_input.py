@@ -57,7 +57,7 @@ def test_a_module_that_cannot_be_pickled_is_named_with_its_attribute() -> None:
         LaunchError, match=r"the module's attribute 'guard', a dict.* cannot be pickled"
     ) as caught:
         trainer_of().fit(Locked(Task(steps=1)))
-    assert "Make it in `setup` or `configure_model`" in caught.value.remedy
+    assert "Create it in `setup` or `configure_model`" in caught.value.remedy
 
 
 def test_an_address_where_nothing_answers_is_named() -> None:
@@ -68,7 +68,7 @@ def test_an_address_where_nothing_answers_is_named() -> None:
 
 
 def test_an_address_where_something_else_answers_is_named(dumb_server: str) -> None:
-    with pytest.raises(LaunchError, match="what answers there is no head of a Ray cluster"):
+    with pytest.raises(LaunchError, match="the server there is not the head of a Ray cluster"):
         trainer_of(address=dumb_server, start_timeout=6).fit(Task(steps=1).module())
 
 
@@ -91,7 +91,7 @@ def test_a_cluster_that_is_too_small_says_what_was_asked_for_and_what_is_free(cl
     began = time.monotonic()
     with pytest.raises(LaunchError) as caught:
         trainer_of(nodes=2, devices=3, placement="strict_spread", start_timeout=2).fit(Task(steps=1).module())
-    assert "2 x (CPU 3) with placement='strict_spread' were asked for" in caught.value.message
+    assert "2 x (CPU 3) with placement='strict_spread' were requested" in caught.value.message
     assert "CPU 6 free on 4 nodes" in caught.value.message and "has CPU 2" in caught.value.message
     assert "Lower `devices`" in caught.value.remedy
     assert time.monotonic() - began < 20

@@ -1,6 +1,6 @@
-"""DeepSpeed 0.19.8's private parts that nnx needs: only here and in `_operators_compat` are they touched.
+"""Touch DeepSpeed 0.19.8's private names: only this module and `_operators_compat` do.
 
-Each says what it is for; when DeepSpeed offers it publicly, the function goes.
+Each function names its purpose. Remove a function when DeepSpeed offers the same publicly.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _LEFT_ON_MODULES = (
     *("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt"),
 )
 _worlds: list[dist.ProcessGroup] = []
-"""The one that DeepSpeed knows."""
+"""The process group that DeepSpeed uses."""
 
 
 def join_world() -> None:
-    """Make DeepSpeed use the process group that exists, and compile nothing.
+    """Make DeepSpeed use the existing process group, and compile nothing.
 
     ``init_distributed`` compiles a shared-memory operator on CPU (ninja, g++, one to three minutes) unless it
-    is marked as not compatible. DeepSpeed also keeps the groups of a world that was destroyed since.
+    is marked as not compatible. DeepSpeed also keeps the groups of a destroyed world, so they are released.
     """
     import deepspeed.ops
     from deepspeed.comm import comm
@@ -54,7 +54,7 @@ def join_world() -> None:
 
 
 def locally(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a function see this rank's parts of what is cut, on any thread."""
+    """Let a function see this rank's shards of sharded parameters, on any thread."""
 
     @wraps(function)
     def run_locally(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -64,7 +64,7 @@ def locally(function: Callable[P, T]) -> Callable[P, T]:
     return run_locally
 
 
-_DOORS = {
+_ENTRY_POINTS = {
     "parameter_offload": (
         *("pre_sub_module_forward_function", "post_sub_module_forward_function"),
         *("pre_sub_module_backward_function", "post_sub_module_backward_function"),
@@ -72,15 +72,15 @@ _DOORS = {
     "parameter_offload.param_coordinator": ("reset_step",),
     "": ("reduce_ready_partitions_and_remove_grads", "independent_gradient_partition_epilogue"),
 }
-"""What user code's forward and backward call of DeepSpeed's stage 3, by where the optimizer has it."""
+"""The functions of stage 3 that forward and backward of user code call, by their owner in the optimizer."""
 
 
-def _enter_locally(engine: Any) -> None:
-    """Stage 3: let DeepSpeed see parts where forward and backward come to it, as user code sees wholes.
+def _wrap_entry_points(engine: Any) -> None:
+    """Let DeepSpeed see shards wherever forward and backward enter it, in stage 3.
 
-    Local mode ends at each return: a backward also runs user code, as when it recomputes activations.
+    Local mode ends at each return, because a backward also runs user code, as when it recomputes activations.
     """
-    for owner, names in _DOORS.items():
+    for owner, names in _ENTRY_POINTS.items():
         found = attrgetter(owner)(engine.optimizer) if owner else engine.optimizer
         for name in names:
             setattr(found, name, locally(getattr(found, name)))
@@ -89,8 +89,8 @@ def _enter_locally(engine: Any) -> None:
 
 
 @contextmanager
-def gradients_arrive_locally() -> Iterator[None]:
-    """Stage 3: let the hooks that DeepSpeed registers on parameters meanwhile see parts."""
+def local_gradient_hooks() -> Iterator[None]:
+    """Let the hooks that DeepSpeed registers on parameters meanwhile see shards, in stage 3."""
     from deepspeed.runtime.zero import stage3
 
     own = stage3.register_grad_hook
@@ -102,14 +102,14 @@ def gradients_arrive_locally() -> Iterator[None]:
 
 
 def is_tested_optimizer(optimizer: Optimizer) -> bool:
-    """Return True if DeepSpeed has tested it with ZeRO."""
+    """Return True if DeepSpeed has tested the optimizer with ZeRO."""
     from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 
     return bool(is_zero_supported_optimizer(optimizer))
 
 
 def trainable_groups(zero: Any) -> list[tuple[list[nn.Parameter], Tensor]]:
-    """For each flat partition of fp32 masters, the parameters that lie in it, in order."""
+    """Return each flat partition of fp32 masters with its parameters, in order."""
     if hasattr(zero, "fp16_groups"):  # stage 3
         return list(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True))
     if hasattr(zero, "bf16_groups"):  # stage 1 with 16-bit weights
@@ -119,21 +119,21 @@ def trainable_groups(zero: Any) -> list[tuple[list[nn.Parameter], Tensor]]:
 
 @locally
 def weights_and_masters(zero: Any) -> list[tuple[Tensor, Tensor]]:
-    """This rank's flat partitions twice: as the module has them, and the masters. They may be one."""
+    """Return pairs of this rank's flat weights and masters, which may share memory."""
     masters = [flat for _, flat in trainable_groups(zero)]
     if hasattr(zero, "fp16_groups"):
-        take_persistent(zero)
+        update_persistent_shards(zero)
         weights = zero.fp16_partitioned_groups_flat
         return [(w, m) for w, m in zip(weights, masters, strict=True) if w is not None]  # None: on disk
-    parts = getattr(zero, "bf16_partitioned_groups", None) or zero.parallel_partitioned_bit16_groups
+    groups = getattr(zero, "bf16_partitioned_groups", None) or zero.parallel_partitioned_bit16_groups
     rank = dist.get_rank()
-    return [(of_ranks[rank], m) for of_ranks, m in zip(parts, masters, strict=True)]
+    return [(of_ranks[rank], m) for of_ranks, m in zip(groups, masters, strict=True)]
 
 
 def share_masters(zero: Any) -> None:
-    """Let float32 weights be their own masters, of which DeepSpeed makes a second copy.
+    """Let float32 weights be their own masters; DeepSpeed would make a second copy.
 
-    So nothing has to be compared or copied to notice what is written into the weights.
+    Writes into such weights need no comparison and no copy.
     """
     if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
         return
@@ -143,38 +143,38 @@ def share_masters(zero: Any) -> None:
             masters.data = weights.data
             shared = True
     if shared and hasattr(zero, "_link_all_hp_params"):
-        zero._link_all_hp_params()  # as stages 1 and 2 do when they have moved the masters themselves
+        zero._link_all_hp_params()  # stages 1 and 2 also do this after they have moved the masters
 
 
-def take_persistent(zero: Any) -> None:
-    """Stage 3: let partitions follow the whole parameters that are kept beside them, if any are whole now.
+def update_persistent_shards(zero: Any) -> None:
+    """Copy gathered persistent parameters into their shards, in stage 3.
 
-    Backward drops and gathers them, so what was written into them is taken before.
+    Backward releases and gathers these parameters, which would drop values that user code wrote.
     """
-    whole = [p for p in getattr(zero, "persistent_parameters", ()) if p.numel() and p.shape == p.ds_shape]
-    parts, slices = [], []
-    for parameter in whole:
-        start, part = own_range(parameter)
-        parts.append(part)
-        slices.append(parameter.detach().flatten()[start : start + part.numel()])
-    if parts:
-        foreach_copy_(parts, slices)
+    gathered = [p for p in getattr(zero, "persistent_parameters", ()) if p.numel() and p.shape == p.ds_shape]
+    shards, slices = [], []
+    for parameter in gathered:
+        start, shard = local_range(parameter)
+        shards.append(shard)
+        slices.append(parameter.detach().flatten()[start : start + shard.numel()])
+    if shards:
+        foreach_copy_(shards, slices)
 
 
 _PERSISTENT = -1
-"""Stands for DeepSpeed itself among the modules that keep a parameter whole."""
+"""The id of DeepSpeed itself among the modules that keep a parameter gathered."""
 
 
 def gather_persistent(zero: Any) -> None:
-    """Stage 3: have the parameters whole that stay so, before ranks go different ways. Collective.
+    """Gather the persistent parameters before ranks take different paths, in stage 3. Collective.
 
-    DeepSpeed would gather them one by one, and drops them too until it knows a model's order of layers.
+    DeepSpeed would gather them one by one, and releases them until it knows the model's order of layers.
     """
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     persistent = getattr(zero, "persistent_parameters", ())
     for parameter in persistent:
-        parameter.ds_active_sub_modules.add(_PERSISTENT)  # no module's, so that none releases it
+        parameter.ds_active_sub_modules.add(_PERSISTENT)  # no module has this id, so none releases it
     missing = [
         parameter
         for parameter in persistent
@@ -185,8 +185,11 @@ def gather_persistent(zero: Any) -> None:
 
 
 @locally
-def own_range(parameter: nn.Parameter) -> tuple[int, Tensor]:
-    """Where this rank's part begins, and the part without padding; in stages 1 and 2 of a frozen one."""
+def local_range(parameter: nn.Parameter) -> tuple[int, Tensor]:
+    """Return where this rank's shard begins, and the shard without padding.
+
+    In stages 1 and 2 this is the shard of a frozen parameter, which all ranks hold in full.
+    """
     rank = dist.get_rank()
     if not hasattr(parameter, "ds_tensor"):
         flat = parameter.detach().view(-1)
@@ -199,7 +202,10 @@ def own_range(parameter: nn.Parameter) -> tuple[int, Tensor]:
 
 
 def fragment(parameter: nn.Parameter) -> tuple[int, int, int] | None:
-    """Stages 1 and 2: where this rank's part begins, in the parameter and in the flat one; its length."""
+    """Return where this rank's shard begins in the parameter and in the flat partition, and its length.
+
+    For stages 1 and 2. None if this rank holds no element.
+    """
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is None:
         return None
@@ -208,13 +214,13 @@ def fragment(parameter: nn.Parameter) -> tuple[int, int, int] | None:
 
 
 def position(zero: Any, parameter: nn.Parameter) -> tuple[int, int]:
-    """Stage 3: where the parameter's partition begins in its flat partition, and its padded length."""
+    """Return the start of a parameter's shard in its flat partition, and its padded length (stage 3)."""
     _, offset, length = zero.grad_position[zero.get_param_id(parameter)]
     return offset, length
 
 
 def local_partition(parameter: nn.Parameter) -> Tensor:
-    """Stage 3: this rank's padded part of a parameter that no optimizer holds."""
+    """Return this rank's padded shard of a parameter (stage 3)."""
     return parameter.ds_tensor.data  # type: ignore[no-any-return, attr-defined]
 
 
@@ -234,11 +240,11 @@ def reload_weights(zero: Any) -> None:
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
-def gradient_pieces(zero: Any) -> list[list[Tensor]]:
-    """This rank's reduced gradients as the step will take them.
+def gradient_slices(zero: Any) -> list[list[Tensor]]:
+    """Return this rank's reduced gradients as the step will use them.
 
-    For each flat partition, in the order of `trainable_groups`, pieces that follow each other in it; none
-    where there is no gradient.
+    The result has a list for each flat partition, in the order of `trainable_groups`. The slices of a list
+    follow each other in the partition. A list without a gradient is empty.
     """
     if hasattr(zero, "fp32_groups_gradient_flat_partition"):  # stage 1 with 16-bit weights
         return [[flat] for flat in zero.fp32_groups_gradient_flat_partition]
@@ -247,28 +253,28 @@ def gradient_pieces(zero: Any) -> list[list[Tensor]]:
         return [[] if flat.grad is None else [flat.grad] for flat in flats]
     found: list[list[Tensor]] = []
     for index in range(len(flats)):
-        pieces = zero.averaged_gradients.get(index)
-        if pieces is None:
-            pieces = []
-        found.append([pieces] if isinstance(pieces, Tensor) else [p for p in pieces if p is not None])
+        slices = zero.averaged_gradients.get(index)
+        if slices is None:
+            slices = []
+        found.append([slices] if isinstance(slices, Tensor) else [t for t in slices if t is not None])
     return found
 
 
 def overwritten_gradients(zero: Any) -> list[Tensor]:
-    """What a second backward before a step would overwrite; stage 3 and 16-bit stage 1 add to it."""
+    """Return the gradients that a second backward before a step overwrites, in stages that do not add."""
     adds = hasattr(zero, "fp16_groups") or hasattr(zero, "fp32_groups_gradient_flat_partition")
-    return [] if adds else [piece for pieces in gradient_pieces(zero) for piece in pieces]
+    return [] if adds else [tensor for slices in gradient_slices(zero) for tensor in slices]
 
 
-def count_backwards_anew(zero: Any) -> None:
-    """Let stages 1 and 2 take the next backward for the first one, which overwrites."""
+def restart_backward_count(zero: Any) -> None:
+    """Let stages 1 and 2 treat the next backward as the first, which overwrites gradients."""
     if hasattr(zero, "setup_buckets"):
         zero.micro_step_id = -1
 
 
 def forget_gradients(zero: Any) -> None:
-    """Drop gradients that were reduced and will not be stepped with."""
-    count_backwards_anew(zero)
+    """Drop reduced gradients without a step."""
+    restart_backward_count(zero)
     for name in ("averaged_gradients", "all_grad_tensors"):
         reduced = getattr(zero, name, {})
         for index in reduced:
@@ -276,30 +282,30 @@ def forget_gradients(zero: Any) -> None:
 
 
 def remove_from_module(engine: Any, module: nn.Module, before: Mapping[nn.Module, set[str]]) -> None:
-    """Take off what ``engine.destroy`` leaves on the user's modules, and in DeepSpeed's own globals.
+    """Remove the attributes and hooks that ``engine.destroy`` leaves on modules and in DeepSpeed's globals.
 
     Args:
-        engine: The one that was destroyed.
-        module: The root.
-        before: The attributes that each module had before the engine was made.
+        engine: The destroyed engine.
+        module: The root module.
+        before: The attributes that each module had before the engine was created.
     """
     from deepspeed.runtime.zero import parameter_offload
 
-    put_back_globals()
+    restore_globals()
     for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
         if hook is not None:
             hook.remove()
     for submodule in module.modules():
         if isinstance(submodule._parameters, parameter_offload.ZeROOrderedDict):
-            # By items: an error in forward leaves it gathering whatever is looked up.
+            # Copy by items: after an error in forward, each lookup by key would gather the parameter.
             submodule._parameters = dict(submodule._parameters.items())
         for name in set(vars(submodule)) - before.get(submodule, set(vars(submodule))):
             if name in _LEFT_ON_MODULES or name.startswith("ds_"):
                 del submodule.__dict__[name]
 
 
-def put_back_globals() -> None:
-    """Put back what stage 3 has changed for the whole process, also where its engine cannot be removed."""
+def restore_globals() -> None:
+    """Restore globals of the process that stage 3 has changed, even if its engine cannot be removed."""
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
@@ -310,8 +316,8 @@ def put_back_globals() -> None:
 
 
 @contextmanager
-def weights_agree_already() -> Iterator[None]:
-    """Keep DeepSpeed from broadcasting weights as bytes, which fails for 0-d ones; nnx has done it."""
+def without_weight_broadcast() -> Iterator[None]:
+    """Keep DeepSpeed from broadcasting weights as bytes, which fails for 0-d ones. nnx has broadcast them."""
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.partition_parameters import Init
 
@@ -328,10 +334,10 @@ def weights_agree_already() -> Iterator[None]:
 
 
 @contextmanager
-def parameters_stay(module: nn.Module) -> Iterator[None]:
-    """Keep DeepSpeed's engine from moving a whole module to the device.
+def without_module_move(module: nn.Module) -> Iterator[None]:
+    """Keep DeepSpeed's engine from moving the full module to the device.
 
-    Stage 3 moves each parameter by itself when it cuts it.
+    Stage 3 moves each parameter when it shards it, so the device never holds the full module.
     """
     module.to = lambda *_: module  # type: ignore[method-assign]
     try:
@@ -340,10 +346,10 @@ def parameters_stay(module: nn.Module) -> Iterator[None]:
         del module.to
 
 
-def number_alike() -> None:
-    """Let stage 3 number parameters and modules from one value on all ranks; it compares these numbers.
+def align_ids() -> None:
+    """Let stage 3 number parameters and modules from one value on all ranks.
 
-    It counts on for as long as a process lives.
+    DeepSpeed compares these numbers between ranks, and each process counts on for its whole life.
     """
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
@@ -356,24 +362,24 @@ def number_alike() -> None:
 
 
 def show_partitions(engine: Any, part: Callable[[nn.Parameter], Part]) -> None:
-    """Stage 3: from now on a parameter that is not gathered is this rank's part, 1-d, instead of nothing.
+    """Guard the parameters of stage 3, and let a sharded one hold this rank's 1-d shard instead of nothing.
 
     Args:
-        engine: DeepSpeed's, which sees the part.
-        part: Makes what core's guard asks for the whole.
+        engine: DeepSpeed's engine, which sees the shard.
+        part: A function that makes the guard's view of a parameter.
     """
     from deepspeed.runtime.zero import partition_parameters
 
-    _enter_locally(engine)
+    _wrap_entry_points(engine)
 
     if partition_parameters.free_param is not _free_and_show:
         _frees.append(partition_parameters.free_param)
         partition_parameters.free_param = _free_and_show
     for parameter in engine.module.parameters():
         if hasattr(parameter, "ds_tensor"):
-            is_whole = parameter.shape == parameter.ds_shape
+            is_gathered = parameter.shape == parameter.ds_shape
             guard(parameter, part(parameter))
-            if is_whole:
+            if is_gathered:
                 show_plain(parameter)
             else:
                 _show(parameter)
@@ -382,13 +388,13 @@ def show_partitions(engine: Any, part: Callable[[nn.Parameter], Part]) -> None:
 def hide_partitions(parameter: nn.Parameter) -> None:
     """Undo `show_partitions`."""
     if "_part" in vars(parameter):
-        show_whole(parameter)  # which `unguard` asks for
+        show_whole(parameter)  # `unguard` needs it
         unguard(parameter)
 
 
 _frees: list[Any] = []
 _FOR_USER = -2
-"""Stands for user code among the modules that keep a parameter whole."""
+"""The id of user code among the modules that keep a parameter gathered."""
 
 
 @locally
@@ -397,20 +403,20 @@ def _free_and_show(parameter: nn.Parameter) -> None:
     if seen is not None and seen.writes.are_compared() and parameter.shape == parameter.ds_shape:  # type: ignore[attr-defined]
         seen.writes.add(parameter, parameter)
     if touched or (seen is not None and _may_be_written(parameter, seen)):
-        _take_whole(parameter)
+        _update_shard(parameter)
     _frees[0](parameter)
     if "_part" in vars(parameter):
         _show(parameter)
 
 
 class _Gathered(NamedTuple):
-    """What is known of a parameter since it was gathered.
+    """The state of a parameter at its last gather.
 
     Attributes:
-        version: The parameter's version then.
-        forwards: The number of forwards of layers until then.
-        forwards_now: Counts the forwards until now.
-        writes: Sums up what user code writes.
+        version: The parameter's version.
+        forwards: The number of layers' forwards until the gather.
+        forwards_now: A function that returns the number of forwards until now.
+        writes: The checksums of values that user code writes.
     """
 
     version: int
@@ -422,12 +428,13 @@ class _Gathered(NamedTuple):
 def _may_be_written(parameter: nn.Parameter, seen: _Gathered) -> bool:
     """Return True if user code may have written into a gathered parameter, as in a layer's forward.
 
-    Writes through ``.data`` leave no trace. So after a forward this rank's part is taken from what was
-    gathered without looking, which costs less; not over devices.
+    Writes through ``.data`` change no version. So after a forward this rank's shard is copied from the
+    gathered parameter without a comparison, which costs less. A copy across devices would cost more, so it
+    follows a change of version only.
 
     Args:
-        parameter: The parameter, before it is cut.
-        seen: What was noted when it was gathered.
+        parameter: The parameter, before it is sharded.
+        seen: The parameter's state at its gather.
     """
     if parameter.shape != parameter.ds_shape:  # type: ignore[attr-defined]
         return False
@@ -440,30 +447,30 @@ def _may_be_written(parameter: nn.Parameter, seen: _Gathered) -> bool:
 def _show(parameter: nn.Parameter) -> None:
     partition = local_partition(parameter)
     if partition.device == parameter.device and partition.numel():  # neither offloaded nor on disk
-        parameter.data = own_range(parameter)[1]
+        parameter.data = local_range(parameter)[1]
     show_whole(parameter)
 
 
-def _take_whole(parameter: nn.Parameter) -> None:
-    """Let this rank's part follow the whole."""
+def _update_shard(parameter: nn.Parameter) -> None:
+    """Copy this rank's range of the gathered parameter into its shard."""
     held = vars(parameter)
-    if "_nnx_range" not in held:  # at each release of a layer there is no time to look again
-        start, part = own_range(parameter)
-        held["_nnx_range"] = start, part.numel()
+    if "_nnx_range" not in held:  # cached, because every release of a layer comes here
+        start, shard = local_range(parameter)
+        held["_nnx_range"] = start, shard.numel()
     start, length = held["_nnx_range"]
-    whole = parameter.detach().reshape(-1).narrow(0, start, length)
-    local_partition(parameter).narrow(0, 0, length).copy_(whole)
+    written = parameter.detach().reshape(-1).narrow(0, start, length)
+    local_partition(parameter).narrow(0, 0, length).copy_(written)
 
 
-def is_copied(parameter: nn.Parameter) -> bool:
-    """Return True if each rank has a whole of its own between steps, which the step makes equal again."""
+def is_replicated(parameter: nn.Parameter) -> bool:
+    """Return True if each rank has its own full copy between steps; the step makes the copies equal."""
     if not hasattr(parameter, "ds_tensor"):
         return True
-    return bool(getattr(parameter, "ds_persist", False)) and not is_cut(parameter)
+    return bool(getattr(parameter, "ds_persist", False)) and not is_sharded(parameter)
 
 
-def is_cut(parameter: nn.Parameter) -> bool:
-    """Stage 3: whether there is something to gather."""
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Return True if DeepSpeed has released the full parameter (stage 3)."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     return bool(getattr(parameter, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE)
@@ -472,15 +479,15 @@ def is_cut(parameter: nn.Parameter) -> bool:
 @locally
 @torch.no_grad()
 def gather_for_user(parameters: Sequence[nn.Parameter]) -> None:
-    """Stage 3: make cut parameters whole until `release_touched`. Collective."""
-    cut = [parameter for parameter in parameters if is_cut(parameter) and parameter.ds_numel]  # type: ignore[attr-defined]
-    for parameter in cut:
+    """Unshard parameters for user code until `release_touched`, in stage 3. Collective."""
+    sharded = [p for p in parameters if is_sharded(p) and p.ds_numel]  # type: ignore[attr-defined]
+    for parameter in sharded:
         parameter._nnx_touched = True  # type: ignore[attr-defined]
-    if cut:
-        cut[0].all_gather(cut)  # type: ignore[attr-defined]
-    for parameter in cut:
+    if sharded:
+        sharded[0].all_gather(sharded)  # type: ignore[attr-defined]
+    for parameter in sharded:
         parameter.ds_active_sub_modules.add(_FOR_USER)  # type: ignore[attr-defined]
-    see_empty_parameters([p for p in parameters if is_cut(p)])
+    mark_empty_as_available([p for p in parameters if is_sharded(p)])
     for parameter in parameters:
         show_plain(parameter)
 
@@ -488,7 +495,7 @@ def gather_for_user(parameters: Sequence[nn.Parameter]) -> None:
 @locally
 @torch.no_grad()
 def release_touched(parameters: Iterable[nn.Parameter]) -> None:
-    """Stage 3: cut what user code had whole; what it wrote counts."""
+    """Shard the parameters that user code had in full, with the values that it wrote (stage 3)."""
     for parameter in parameters:
         if "_nnx_touched" not in vars(parameter):
             continue
@@ -497,7 +504,7 @@ def release_touched(parameters: Iterable[nn.Parameter]) -> None:
             continue
         if getattr(parameter, "ds_persist", False):
             del parameter._nnx_touched  # type: ignore[attr-defined]
-            _take_whole(parameter)
+            _update_shard(parameter)
         else:
             parameter.partition()  # type: ignore[attr-defined]
 
@@ -505,38 +512,38 @@ def release_touched(parameters: Iterable[nn.Parameter]) -> None:
 @locally
 @torch.no_grad()
 def take_assigned(parameters: Mapping[nn.Parameter, Tensor]) -> list[nn.Parameter]:
-    """Notice parameters whose ``data`` was replaced, and bring the new values to where DeepSpeed looks.
+    """Find parameters with a replaced ``data``, and copy the new values to the memory that DeepSpeed uses.
 
     Args:
-        parameters: With what each had as its data, for stages 1 and 2; stage 3 knows it.
+        parameters: The parameters with their original data, which only stages 1 and 2 use.
 
     Returns:
-        Those whose new data is of another size, which cannot be brought there.
+        The parameters whose new data has another size and cannot be copied.
     """
     misfits = []
-    for parameter, home in parameters.items():
-        is_cut = hasattr(parameter, "ds_tensor")
-        if parameter.data_ptr() == (local_partition(parameter) if is_cut else home).data_ptr():
+    for parameter, original in parameters.items():
+        is_stage_3 = hasattr(parameter, "ds_tensor")
+        if parameter.data_ptr() == (local_partition(parameter) if is_stage_3 else original).data_ptr():
             continue
-        if is_cut and parameter.shape == getattr(parameter, "ds_shape", None):
-            continue  # `take_persistent` looks at these
-        start, place = own_range(parameter) if is_cut else (0, home)
+        if is_stage_3 and parameter.shape == getattr(parameter, "ds_shape", None):
+            continue  # `update_persistent_shards` handles gathered parameters
+        start, target = local_range(parameter) if is_stage_3 else (0, original)
         present = parameter.data
-        if present.data_ptr() == place.data_ptr() or not place.numel() or not present.numel():
+        if present.data_ptr() == target.data_ptr() or not target.numel() or not present.numel():
             continue
-        parameter.data = place
-        if is_cut and present.numel() == getattr(parameter, "ds_numel", None):
-            present = present.flatten()[start : start + place.numel()]
-        if present.numel() == place.numel():
-            parameter.copy_(present.view_as(place))
+        parameter.data = target
+        if is_stage_3 and present.numel() == getattr(parameter, "ds_numel", None):
+            present = present.flatten()[start : start + target.numel()]
+        if present.numel() == target.numel():
+            parameter.copy_(present.view_as(target))
         else:
             misfits.append(parameter)
     return misfits
 
 
 @locally
-def see_empty_parameters(parameters: Sequence[nn.Parameter]) -> None:
-    """Stage 3: make parameters without elements available, as there is nothing that it would gather."""
+def mark_empty_as_available(parameters: Sequence[nn.Parameter]) -> None:
+    """Mark parameters without elements as gathered, because they have nothing to gather (stage 3)."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     for parameter in parameters:
@@ -545,29 +552,32 @@ def see_empty_parameters(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def reduces_whole_gradients(zero: Any) -> bool:
-    """Return True if every rank reduces all of its gradient sums at once: stage 1 with 16-bit weights."""
+    """Return True if every rank reduces all its gradient sums at once: stage 1 with 16-bit weights."""
     return not hasattr(zero, "_coalesce_grad_reduction")
 
 
 @locally
-def ends_of_backward(parameters: Sequence[nn.Parameter]) -> list[Any]:
-    """Where a backward comes to each parameter. As long as these are held, they stay the same."""
+def gradient_nodes(parameters: Sequence[nn.Parameter]) -> list[Any]:
+    """Return the nodes where a backward ends at each parameter. They stay the same while the list is held."""
     with torch.enable_grad():
         return [end_of_backward(parameter) for parameter in parameters]
 
 
 def will_be_used(nodes: Sequence[Any]) -> list[bool]:
-    """Which parameters the backward that runs now comes to; called by one of its hooks."""
+    """Return a flag for each node: True if the running backward executes it. Call it from a hook."""
     return [will_execute(node) for node in nodes]
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
-    """Return True if a gradient waits on this rank to be reduced."""
+    """Return True if a gradient on this rank waits for its reduction."""
     return parameter.grad is not None or getattr(parameter, "grad_accum", None) is not None
 
 
-def have_sums(zero: Any, parameters: Sequence[nn.Parameter]) -> list[bool]:
-    """Stage 1 with 16-bit weights: which parameters have had a gradient on this rank since the last step."""
+def had_gradients(zero: Any, parameters: Sequence[nn.Parameter]) -> list[bool]:
+    """Return a flag for each parameter: True if it had a gradient on this rank since the last step.
+
+    For stage 1 with 16-bit weights.
+    """
     had: dict[nn.Parameter, bool] = {}
     for group, flags in zip(zero.bf16_groups, zero.fp32_groups_has_gradients, strict=True):
         had.update(zip(group, flags, strict=True))
@@ -577,11 +587,13 @@ def have_sums(zero: Any, parameters: Sequence[nn.Parameter]) -> list[bool]:
 @locally
 @torch.no_grad()
 def zero_gradient(zero: Any, parameter: nn.Parameter) -> None:
-    """Give a parameter a gradient of zero to reduce, where DeepSpeed looks for it."""
+    """Give a parameter a gradient of zero in the place where DeepSpeed reduces it."""
     if getattr(zero, "use_grad_accum_attribute", False):
         dtype = zero.gradient_accumulation_dtype
         parameter.grad_accum = torch.zeros_like(parameter, dtype=dtype)  # type: ignore[attr-defined]
         return
+    # torch refuses a gradient of another shape than its parameter's, and a sharded parameter is empty. So the
+    # parameter takes an expanded tensor of the full shape, which needs no memory, while `grad` is set.
     present = parameter.data
     shape = getattr(parameter, "ds_shape", present.shape)
     parameter.data = present.new_empty(()).expand(shape)
@@ -589,17 +601,17 @@ def zero_gradient(zero: Any, parameter: nn.Parameter) -> None:
     parameter.data = present
 
 
-def hold_back_reduction(engine: Any) -> Callable[[], None]:
-    """Let this backward leave its gradients where they are; returns what reduces them, in one order.
+def defer_reduction(engine: Any) -> Callable[[], None]:
+    """Let this backward leave its gradients in place, and return a function that reduces them in one order.
 
-    Upstream: ``DeepSpeedEngine.coalesce_grad_reduction``, but for a backward that runs already.
+    Upstream: ``DeepSpeedEngine.coalesce_grad_reduction``, which cannot begin during a backward.
     """
     zero = engine.optimizer
     zero._coalesce_grad_reduction = engine.inside_no_sync_ctxt = True
 
     @locally
     def reduce() -> None:
-        reduce_at_once(engine)
+        end_deferral(engine)
         zero.set_gradient_accumulation_boundary(engine.is_gradient_accumulation_boundary())
         if hasattr(zero, "fp16_groups"):
             engine._flush_coalesced_reduction_zero3(zero)
@@ -609,8 +621,8 @@ def hold_back_reduction(engine: Any) -> Callable[[], None]:
     return reduce
 
 
-def reduce_at_once(engine: Any) -> None:
-    """Undo `hold_back_reduction`."""
+def end_deferral(engine: Any) -> None:
+    """Undo `defer_reduction`."""
     engine.optimizer._coalesce_grad_reduction = engine.inside_no_sync_ctxt = False
 
 
@@ -620,13 +632,14 @@ def watch_gradients(
     take: Callable[[int], None],
     check: Callable[[], None],
 ) -> None:
-    """Watch the gradients that DeepSpeed puts into a bucket.
+    """Call hooks for the gradients that DeepSpeed puts into a bucket.
 
     Args:
         zero: DeepSpeed's optimizer.
-        parameters: The trained ones.
-        take: Called with the number of the parameter before; -1 is one without elements.
-        check: Called for each gradient before DeepSpeed looks whether it is held back.
+        parameters: The trained parameters.
+        take: A hook for each gradient that enters a bucket. It gets the parameter's number, or -1 for a
+            parameter without elements.
+        check: A hook for each gradient, before DeepSpeed decides whether to defer it.
     """
     name = "reduce_ready_partitions_and_remove_grads"
     own = getattr(zero, name)
@@ -640,7 +653,7 @@ def watch_gradients(
         return own(parameter, *args)
 
     setattr(zero, name, note)
-    if hasattr(zero, "process_gradients"):  # stages 1 and 2 look here
+    if hasattr(zero, "process_gradients"):  # stages 1 and 2 decide here
         process = zero.process_gradients
 
         def check_and_process(*args: Any) -> None:
@@ -651,7 +664,7 @@ def watch_gradients(
 
 
 def drop_stale_gradients(zero: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Stage 3: zero what an earlier step left for parameters that no rank uses in this one."""
+    """Zero the gradients of an earlier step for parameters that no rank uses in this step (stage 3)."""
     if not hasattr(zero, "fp16_groups") or zero.micro_step_id:
         return
     partitions = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
@@ -665,13 +678,14 @@ def before_each_gather(
     forwards: Callable[[], int],
     writes: Writes,
 ) -> None:
-    """Stage 3: announce each gather: by the names of what it gathers, and whether it is for user code.
+    """Announce each gather with the names of its parameters, in stage 3.
 
     Args:
         names: The names of all parameters.
-        announce: Called before each gather.
-        forwards: Counts the forwards of layers, by which a release knows whether there was one.
-        writes: Sums up what each release finds.
+        announce: A function to call before each gather. It gets the names, and True if user code needs them.
+        forwards: A function that returns the number of layers' forwards. A release compares it with the
+            number at the gather.
+        writes: The checksums that each release updates.
     """
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -684,50 +698,53 @@ def before_each_gather(
         def announce_and_gather(*args: Any, **kwargs: Any) -> Any:
             listed = args[0] if args else kwargs.get("param_list", kwargs.get("params"))
             if listed is None and not any("_nnx_touched" in vars(parameter) for parameter in own):
-                return gather_for_user(own)  # read off a layer in the middle of another one's forward
+                return gather_for_user(own)  # user code reads a weight inside another layer's forward
             listed = own if listed is None else list(listed)
             name = name_of(listed)
             if name:
                 announce(name, any("_nnx_touched" in vars(parameter) for parameter in listed))
-            missing = [parameter for parameter in listed if is_cut(parameter)]
+            missing = [parameter for parameter in listed if is_sharded(parameter)]
             for parameter in listed:
                 show_plain(parameter)
             with announced(doing := f"waits for the gather of {name or 'a layer'}"):
                 result = gather(*args, **kwargs)
-            if hasattr(result, "wait"):  # launched only: DeepSpeed waits for it where the layer is called
+            if hasattr(result, "wait"):  # asynchronous: DeepSpeed waits when the layer is called
                 result.wait = announced(doing)(result.wait)
             for parameter in missing:
-                if not getattr(parameter, "ds_persist", False):  # those are for `take_persistent`
+                if not getattr(parameter, "ds_persist", False):  # `update_persistent_shards` handles these
                     seen = _Gathered(parameter._version, forwards(), forwards, writes)
                     vars(parameter)["_nnx_gathered"] = seen
             return result
 
         return announce_and_gather
 
-    def kept(partition: Any, own: nn.Parameter) -> Any:
-        @locally
-        def partition_others(param_list: Sequence[nn.Parameter] | None = None, **kwargs: Any) -> None:
-            listed = (own,) if param_list is None else param_list
-            others = [p for p in listed if _FOR_USER not in p.ds_active_sub_modules]  # type: ignore[attr-defined]
-            if others:
-                partition(param_list=others, **kwargs)
-
-        return partition_others
-
     for parameter in names:
         if hasattr(parameter, "ds_id"):
-            parameter.partition = kept(parameter.partition, parameter)  # type: ignore[attr-defined]
+            parameter.partition = _keeping_gathered(parameter.partition, parameter)  # type: ignore[attr-defined]
             for gather in ("all_gather", "all_gather_coalesced"):
                 setattr(parameter, gather, announcing(getattr(parameter, gather), (parameter,)))
 
 
-def leave_loss_alone(zero: Any) -> None:
-    """Let backward begin at the loss itself and not at one times the loss: nothing scales it here."""
+def _keeping_gathered(partition: Any, own: nn.Parameter) -> Any:
+    """Return a function that partitions parameters, but for those that user code reads."""
+
+    @locally
+    def partition_others(param_list: Sequence[nn.Parameter] | None = None, **kwargs: Any) -> None:
+        listed = (own,) if param_list is None else param_list
+        others = [p for p in listed if _FOR_USER not in p.ds_active_sub_modules]  # type: ignore[attr-defined]
+        if others:
+            partition(param_list=others, **kwargs)
+
+    return partition_others
+
+
+def disable_loss_scaling(zero: Any) -> None:
+    """Let backward begin at the loss itself, because nothing scales the loss here."""
     zero.scale_if_loss = lambda loss: loss
 
 
-def skip_what_is_no_parameter() -> None:
-    """Stage 3: let modules hold tensors where they held parameters, as ``functional_call`` gives them.
+def skip_plain_tensors() -> None:
+    """Let modules hold plain tensors in place of parameters, as ``functional_call`` sets them, in stage 3.
 
     Changes DeepSpeed's modules, once in a process.
     """
@@ -745,12 +762,12 @@ def skip_what_is_no_parameter() -> None:
 
 
 def watch_backward(zero: Any, check: Callable[[], None]) -> None:
-    """Stage 3: call `check` where a backward comes to a layer whose weights are cut."""
+    """Call `check` when a backward enters a layer with sharded weights (stage 3)."""
     offload = zero.parameter_offload
     own = offload.pre_sub_module_backward_function
 
     def before_backward(submodule: nn.Module) -> None:
-        if any(is_cut(p) for _, p in submodule.named_parameters(recurse=False)):
+        if any(is_sharded(p) for _, p in submodule.named_parameters(recurse=False)):
             check()
         own(submodule)
 

@@ -1,6 +1,6 @@
-"""DeepSpeed 0.19.8's compiled operators: built or refused with one clear error, freed once.
+"""Build DeepSpeed 0.19.8's compiled operators or raise one clear error, and free each operator once.
 
-Changes DeepSpeed's classes, once in a process; nothing here compiles anything by itself.
+This module changes DeepSpeed's classes, once in a process. It compiles nothing by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nnx_core.errors import UnsupportedError
 
 
 def prepare_operators() -> None:
-    """Mend how DeepSpeed builds operators and how its optimizers of the host hold theirs."""
+    """Fix how DeepSpeed builds operators and how its CPU optimizers free them."""
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     from deepspeed.ops.lion import DeepSpeedCPULion
@@ -27,28 +27,28 @@ def prepare_operators() -> None:
     if hasattr(OpBuilder, "_nnx_prepared"):
         return
     OpBuilder._nnx_prepared = True
-    OpBuilder.jit_load = _built_or_explained(OpBuilder.jit_load)
+    OpBuilder.jit_load = _explaining_failures(OpBuilder.jit_load)
     for optimizer in (DeepSpeedCPUAdam, DeepSpeedCPULion, DeepSpeedCPUAdagrad):
-        optimizer.__init__ = _owning(optimizer.__init__)
-        # Inherited by the class that Lightning makes for its wrapper, and by the shadow: the first of them to
-        # go would free what the others step with, and the process would die.
+        optimizer.__init__ = _freeing_own_operator(optimizer.__init__)
+        # Lightning's wrapper class and the shadow inherit `__del__`. The first of them to be collected would
+        # free the operator that the others step with, and the process would crash.
         optimizer.__del__ = _nothing
 
 
-def counts_by_number(optimizer: Optimizer) -> bool:
-    """Whether its ``step`` is an int, which DeepSpeed's operators take, and not a tensor, as torch's."""
+def counts_steps_as_int(optimizer: Optimizer) -> bool:
+    """Return True if an optimizer's ``step`` is an int, as in DeepSpeed's own; torch's is a tensor."""
     return any(base.__module__.startswith("deepspeed.") for base in type(optimizer).__mro__)
 
 
-def _built_or_explained(load: Any) -> Any:
-    """`OpBuilder.jit_load` that finds ninja and explains a failure.
+def _explaining_failures(load: Any) -> Any:
+    """Wrap `OpBuilder.jit_load` so that it finds ninja and explains a failure.
 
-    DeepSpeed depends on ninja, which lies in an environment's own folder; where the environment is not
-    activated, that folder is not on the path, or another ninja is, which builds again what this one built.
+    DeepSpeed depends on ninja, which pip installs into the scripts folder of the environment. That folder may
+    not be on PATH, or another ninja may come first and would build everything again.
     """
 
     @wraps(load)
-    def load_or_explain(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_explaining_failures(self: Any, *args: Any, **kwargs: Any) -> Any:
         path = os.environ.get("PATH", "")
         os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), path])
         try:
@@ -58,7 +58,7 @@ def _built_or_explained(load: Any) -> Any:
         finally:
             os.environ["PATH"] = path
 
-    return load_or_explain
+    return load_explaining_failures
 
 
 def _not_built(operator: str, error: Exception) -> UnsupportedError:
@@ -68,21 +68,21 @@ def _not_built(operator: str, error: Exception) -> UnsupportedError:
     else:
         why = str(error).strip().partition("\n")[0] or type(error).__name__
     return UnsupportedError(
-        f"DeepSpeed's operator {operator!r} has to be compiled on this machine, and was not: {why}.",
-        remedy="Put ninja (`pip install ninja`) and a C++ compiler (g++) on PATH, or use what needs no "
-        "compiler, such as an optimizer of torch.optim.",
+        f"DeepSpeed's operator {operator!r} could not be compiled on this machine: {why}.",
+        remedy="Put ninja (`pip install ninja`) and a C++ compiler (g++) on PATH, or use an optimizer "
+        "that needs no compiler, such as one of torch.optim.",
     )
 
 
-def _owning(make: Any) -> Any:
-    """An optimizer's ``__init__`` that frees the operator's part when that object goes."""
+def _freeing_own_operator(make: Any) -> Any:
+    """Wrap an optimizer's ``__init__`` so that the operator's state is freed with that object only."""
 
     @wraps(make)
-    def make_and_own(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_and_register(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             make(self, *args, **kwargs)
         except RuntimeError as error:
-            if isinstance(error.__cause__, UnsupportedError):  # it wraps whatever loading raised
+            if isinstance(error.__cause__, UnsupportedError):  # DeepSpeed wraps every error of loading
                 raise error.__cause__ from error.__cause__.__cause__
             raise
         for name, operator in list(vars(self).items()):
@@ -90,8 +90,8 @@ def _owning(make: Any) -> Any:
                 free = getattr(operator, f"destroy_{name.removeprefix('ds_opt_')}")
                 weakref.finalize(self, free, self.opt_id).atexit = False
 
-    return make_and_own
+    return init_and_register
 
 
 def _nothing(_: Any) -> None:
-    """Frees nothing."""
+    """Free nothing."""

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine behind the nnx_deepspeed_* strategies."""
+"""Train with DeepSpeed: the engine of the nnx_deepspeed_* strategies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nnx_core.errors import UnsupportedError
 from nnx_core.optimizers.gradients import Gradient
 from nnx_core.optimizers.own_optimizers import no_optimizer, refuse_no_optimizer
 from nnx_core.view.modules import broadcast_module, forward_as, materialize, move_to
-from nnx_deepspeed._deepspeed_compat import join_world, put_back_globals
+from nnx_deepspeed._deepspeed_compat import join_world, restore_globals
 from nnx_deepspeed._operators_compat import prepare_operators
 from nnx_deepspeed.config import make_config
 from nnx_deepspeed.engine import ZeroEngine
@@ -37,10 +37,10 @@ _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
 
 class DeepSpeedBackend(Backend[DeepSpeedOptions]):
-    """Trains with DeepSpeed's ZeRO stages 1 to 3; the module's parameters stay its own objects.
+    """Trains with DeepSpeed's ZeRO stages 1 to 3; the module's parameters stay the same objects.
 
-    The engine is made in `setup_optimizers`, because DeepSpeed needs module and optimizer together. Without
-    an optimizer (validation, prediction) the module is whole on every rank.
+    `setup_optimizers` creates the engine, because DeepSpeed needs module and optimizer together. Without an
+    optimizer (validation, prediction) every rank holds the full module.
     """
 
     Options = DeepSpeedOptions
@@ -54,30 +54,30 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         """Let DeepSpeed join the world.
 
         Raises:
-            UnsupportedError: The precision needs other masters than float32 ones.
+            UnsupportedError: The precision needs masters of another dtype than float32.
         """
         super().setup(context)
         if context.precision not in _PRECISIONS:
             raise UnsupportedError(
-                f"DeepSpeed keeps float32 masters; precision={context.precision!r} asks for others.",
+                f"DeepSpeed keeps float32 masters; precision={context.precision!r} needs another dtype.",
                 remedy=f"Use one of {', '.join(map(repr, _PRECISIONS))}, or strategy 'fsdp_auto'.",
             )
         logging.getLogger("DeepSpeed").setLevel(self.options.logging_level)
-        # '16-mixed' is autocast over float32 weights: DeepSpeed's own loss scale would be in the gradients
-        # that Trainer clips, and its state in no checkpoint.
+        # '16-mixed' is autocast over float32 weights. DeepSpeed's own loss scale would scale the gradients
+        # that Trainer clips, and no checkpoint would hold its state.
         self._config = make_config(self.options, bf16=context.precision == "bf16-mixed")
         join_world()
         prepare_operators()
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Give every rank rank 0's weights, in host memory; `setup_optimizers` moves and lays them out."""
+        """Give every rank rank zero's weights in host memory; `setup_optimizers` moves and shards them."""
         if self._engine is None or self._engine.module is not module:
             materialize(module, torch.device("cpu"), name="")
             broadcast_module(module, through=self.context.device)
         return {}
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Make the engine out of the module and its optimizer; without one the module is just moved."""
+        """Create the engine from the module and its optimizer; without an optimizer, move the module."""
         if not optimizers:
             if self._engine is None or self._engine.module is not module:
                 move_to(module, self.context.device)
@@ -100,25 +100,25 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         )
 
     def exchange_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse another optimizer than the one that the partitions were made for.
+        """Refuse another optimizer than the one with DeepSpeed's partitions.
 
         Raises:
-            UnsupportedError: There is another one.
+            UnsupportedError: The optimizer is another one.
         """
         if self._engine is not None and list(optimizers) != [self._engine.optimizer]:
             raise UnsupportedError(
-                "another optimizer was put in place while training; DeepSpeed's partitions are fixed when "
-                "it starts.",
-                remedy="Change the settings in the param groups of the one there is, call `fit` once for "
+                "another optimizer was assigned while training; DeepSpeed's partitions are fixed when "
+                "training begins.",
+                remedy="Change the settings in the param groups of the present one, call `fit` once for "
                 "each optimizer, or use strategy 'fsdp_auto'.",
             )
 
     def summary(self, module: nn.Module) -> str:
-        """DeepSpeed's stage."""
+        """Return DeepSpeed's stage."""
         return f"ZeRO stage {self.options.stage}"
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Gather the masters into the user's parameters and take DeepSpeed off the module."""
+        """Gather the masters into the user's parameters and remove DeepSpeed from the module."""
         if self._engine is not None:
             with clean_up("taking DeepSpeed off", self._remove_engine):
                 self._engine.agreement.refuse_other_order()
@@ -127,13 +127,13 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
     def _remove_engine(self) -> None:
         if self._engine is not None:
             self._engine.remove(self.at_end, with_state=self.gather_at_end == "all")
-            self._engine = None  # else `teardown` does what is possible without the other ranks
+            self._engine = None  # after an error above, `teardown` cleans up without the other ranks
 
     def teardown(self) -> None:
-        """Leave the process as it was, also where an error on one rank has left the module sharded."""
+        """Restore the process, also after an error on one rank has left the module sharded."""
         if self._engine is not None:
             self._engine.forget()
-            put_back_globals()
+            restore_globals()
         super().teardown()
 
     def run_step(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -150,7 +150,7 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
-        """Tell DeepSpeed that more backwards follow before the step."""
+        """Let DeepSpeed accumulate: more backwards follow before the step."""
         if self._engine is None:
             yield
             return
@@ -164,7 +164,7 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         """Compute gradients through DeepSpeed.
 
         Raises:
-            UnsupportedError: ``Tensor.backward`` got arguments that DeepSpeed has no place for.
+            UnsupportedError: ``Tensor.backward`` got arguments that DeepSpeed does not accept.
         """
         if self._engine is None:
             raise no_optimizer("DeepSpeed")
@@ -182,17 +182,17 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         )
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
-        """The reduced gradients of this rank's partitions; the whole ones while they are visible."""
+        """Return the reduced gradients of this rank's partitions, or the full ones while they are visible."""
         if self._engine is None:
             return []
-        if self._engine.whole_gradients.are_shown:
+        if self._engine.gathered_gradients.are_shown:
             return super().gradients(optimizer)
         return self._engine.partitions.gradients()
 
     def publish_gradients(self, module: nn.Module) -> None:
-        """Gather the reduced gradients; `ZeroEngine.step` takes what is left of them."""
+        """Gather the reduced gradients; `ZeroEngine.step` reads them after user code."""
         if self._engine is not None:
-            self._engine.whole_gradients.show(self._engine.agreement.unused)
+            self._engine.gathered_gradients.show(self._engine.agreement.unused)
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Step through DeepSpeed, with the user's hooks and closure."""
@@ -202,7 +202,7 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         return self._engine.step(step, closure)
 
     def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
-        """Where this rank's part of a parameter's masters lies, or of what is laid out like a parameter."""
+        """Describe this rank's shard of a parameter's masters, or of a tensor with a parameter's layout."""
         if self._engine is None:
             return shard_of(tensor)
         partitions = self._engine.partitions
@@ -213,18 +213,18 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         return shard_of(tensor)
 
     def written(self, module: nn.Module) -> Mapping[str, int]:
-        """What was written into parameters, before a step made copies equal or each rank kept its part."""
+        """Return checksums of writes, before a step equalises replicas or drops what other ranks wrote."""
         return {} if self._engine is None else self._engine.written()
 
     def model_state(self, module: nn.Module) -> ModelState:
-        """Handles on the masters, as they are with what was written into the weights meanwhile."""
+        """Return handles on the masters, updated from values that user code has written into the weights."""
         if self._engine is not None:
             self._engine.agreement.refuse_other_order()
-            self._engine.take_written_weights(looking_everywhere=True)
+            self._engine.take_written_weights(across_devices=True)
         return super().model_state(module)
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
-        """Handles on this rank's part of the optimizer state, by parameter name."""
+        """Return handles on this rank's shard of the optimizer state, by parameter name."""
         engine = self._engine
         if engine is None or optimizer is not engine.optimizer:
             return super().optimizer_state(module, optimizer)
@@ -248,7 +248,9 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         state = self.optimizer_state(module, optimizer)
         state["state"] = {
             name: {
-                key: value for key, value in mine.items() if key in saved["state"][name] and _is_cut(value)
+                key: value
+                for key, value in mine.items()
+                if key in saved["state"][name] and _is_sharded(value)
             }
             for name, mine in state["state"].items()
             if name in saved["state"]
@@ -256,16 +258,16 @@ class DeepSpeedBackend(Backend[DeepSpeedOptions]):
         fill_optimizer_tensors(state, saved)
 
     def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Compute with the weights that were loaded."""
+        """Compute with the loaded weights."""
         if self._engine is not None:
             self._engine.reload()
 
 
 def _has_own_backward(module: nn.Module) -> bool:
-    """Whether a LightningModule overrides ``backward``, which may then go through the model several times."""
+    """Return True if a LightningModule overrides ``backward``, which may run through the model twice."""
     backward = getattr(type(module), "backward", None)
     return backward is not None and backward.__module__.partition(".")[0] not in _LIGHTNING
 
 
-def _is_cut(value: Any) -> bool:
+def _is_sharded(value: Any) -> bool:
     return isinstance(value, Shard) and value.shape != ()

@@ -1,7 +1,4 @@
-"""The files of a checkpoint of DeepSpeed.
-
-Tags, the file ``latest``, and the names of the ranks' files.
-"""
+"""Find the files of a DeepSpeed checkpoint: tags, the file ``latest``, and the files of the ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _LATEST = ("latest", "latest_universal")
 
 @dataclass
 class Files:
-    """What a tag's directory holds: files by the rank in their name; None for the one file of all ranks."""
+    """The files of a tag's directory by the rank in their name; the key None is the one file of all ranks."""
 
     directory: Path
     models: dict[int | None, Path] = field(default_factory=dict)
@@ -36,7 +33,7 @@ class Files:
 
 
 def holds_checkpoints(directory: Path) -> bool:
-    """Return True if a directory looks like one that was given to DeepSpeed, or like that of a tag."""
+    """Return True if a directory looks like a DeepSpeed checkpoint, or like the directory of one tag."""
     if not directory.is_dir():
         return False
     if _is_tag(directory):
@@ -52,7 +49,10 @@ def _is_tag(directory: Path) -> bool:
 
 
 def tag_directory(path: Path, tag: str | None) -> Path:
-    """The directory of a tag: the one asked for, the path itself, the one in ``latest``, or the only one."""
+    """Return the directory of a tag.
+
+    Without a tag this is the path itself, the directory named in ``latest``, or the only one.
+    """
     if tag is None and _is_tag(path):
         return path
     if tag is None:
@@ -68,8 +68,7 @@ def tag_directory(path: Path, tag: str | None) -> Path:
         )
     if tag not in tags:
         raise CheckpointError(
-            f"'{path}' has no DeepSpeed checkpoint of tag '{tag}', "
-            "which was asked for or is named in 'latest'.",
+            f"'{path}' has no DeepSpeed checkpoint of tag '{tag}', which you or the file 'latest' named.",
             remedy=f"Open one of {', '.join(tags)}." if tags else "Restore it from a backup.",
         )
     return path / tag
@@ -79,7 +78,7 @@ _LONGEST_TAG = 256
 
 
 def _read_tag(file: Path) -> str | None:
-    """The name in a file; as it may be a link to anything, no more than a name's length is read of it."""
+    """Return the name in a file. Reads at most 256 bytes, because the file may link to anything."""
     if not file.is_file():
         return None
     with file.open("rb") as opened:
@@ -87,7 +86,7 @@ def _read_tag(file: Path) -> str | None:
 
 
 def scan(directory: Path) -> Files:
-    """List what a tag's directory holds."""
+    """List the files of a tag's directory."""
     files = Files(directory)
     for path in sorted(directory.iterdir()):
         model, optimizer = _MODEL_FILE.fullmatch(path.name), _OPTIMIZER_FILE.fullmatch(path.name)
@@ -99,7 +98,7 @@ def scan(directory: Path) -> Files:
             )
         if path.name == _OFFLOADED:
             raise CheckpointError(
-                f"'{path}' holds tensors that were offloaded to NVMe, in files of DeepSpeed's own.",
+                f"'{path}' holds tensors that were offloaded to NVMe, in DeepSpeed's own files.",
                 remedy="Save it without NVMe offload.",
             )
         if model:
@@ -107,8 +106,8 @@ def scan(directory: Path) -> Files:
         elif optimizer and int(optimizer[1]) in files.optimizers:
             raise CheckpointError(
                 f"'{directory}' has two optimizer files of rank {optimizer[1]}, "
-                f"of which one is '{path.name}'.",
-                remedy="They are of different saves; delete the older ones.",
+                f"one of them is '{path.name}'.",
+                remedy="They belong to different saves; delete the older ones.",
             )
         elif optimizer:
             files.optimizers[int(optimizer[1])] = path
@@ -116,12 +115,12 @@ def scan(directory: Path) -> Files:
 
 
 def model_file(files: Files, rank: int) -> Path:
-    """The model file of all ranks, or in stage 3 that of one."""
+    """Return the model file of all ranks, or in stage 3 the file of one rank."""
     found = files.models.get(None, files.models.get(rank))
     if found is not None:
         return found
     name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
     raise CheckpointError(
         f"'{files.directory / name}' is missing.",
-        remedy="Restore it; every rank's files are needed to put the model together.",
+        remedy="Restore it; reading the model needs every rank's files.",
     )

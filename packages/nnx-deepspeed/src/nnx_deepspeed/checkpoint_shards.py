@@ -1,9 +1,9 @@
-"""Shards of parameters in the files of DeepSpeed's ranks.
+"""Locate the shards of parameters in the files of DeepSpeed's ranks.
 
-Stages 1 and 2 put the parameters of a group end to end, perhaps with padding between them, and give each
-rank an equal part of the whole. Stage 3 gives each rank an equal part of every parameter, padded at the
-end, and puts these end to end. Either way one flat tensor per rank and group holds the fp32 masters, and
-tensors laid out in the same way hold the optimizer's state.
+Stages 1 and 2 concatenate the parameters of a group, perhaps with padding between them, and give each rank an
+equal range of the result. Stage 3 gives each rank an equal shard of every parameter, padded at the end, and
+concatenates these. In both layouts one flat tensor per rank and group holds the fp32 masters. The optimizer's
+state tensors have the same layout.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from nnx_checkpoint.unpickling.allowed import Inert
 from nnx_checkpoint.unpickling.torch_file import FileTensor
 
 OWN_CLASSES = ("deepspeed.",)
-"""Prefixes of the names of DeepSpeed's own classes, which its files hold a few objects of."""
+"""Prefixes of the names of DeepSpeed's own classes; its files hold a few objects of them."""
 
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]
-"""For each flat group, its parameters in order, by name."""
+"""The shapes of each flat group's parameters, in order, by name."""
 
 
 class StoredPartitions:
-    """The optimizer files of all ranks together.
+    """The optimizer files of all ranks.
 
     Args:
-        directory: The directory, named in messages.
-        ranks: ``optimizer_state_dict`` of each rank's file.
-        shapes: ``param_shapes`` of the model file.
+        directory: The directory, for error messages.
+        ranks: The ``optimizer_state_dict`` of each rank's file.
+        shapes: The ``param_shapes`` of the model file.
 
     Attributes:
         stage: The ZeRO stage.
@@ -87,13 +87,13 @@ class StoredPartitions:
                 position += math.ceil(numel / len(self._ranks))
 
     def _partition_size(self, rank: int, group: int) -> int:
-        """Elements of a rank's partition; ZeRO 1 and 2 save the masters without the padding at the end."""
+        """Return the size of a rank's partition; ZeRO 1 and 2 save masters without the padding at the end."""
         stored = self._masters[rank][group].numel
         state = self._ranks[rank]
         return stored + (int(state["group_paddings"][group]) if "zero_stage" in state else 0)
 
     def _state(self, rank: int, group: int) -> Mapping[str, Any]:
-        """The optimizer's state for one flat group."""
+        """Return the optimizer's state for one flat group."""
         if self.stage == 3:
             states = self._ranks[rank]["optimizer_state_dict"]["state"]
         else:
@@ -104,7 +104,7 @@ class StoredPartitions:
         return dict(states.get(self._numbers[group], {}))
 
     def _require_same_step(self, groups: int) -> None:
-        """Files of different saves are told apart by the steps that the optimizer counted, if it did."""
+        """Refuse files of different saves, which have different step counts if the optimizer counts steps."""
         for group in range(groups):
             steps = [_scalar(self._state(rank, group).get("step")) for rank in range(len(self._ranks))]
             if len(set(steps)) > 1:
@@ -129,7 +129,7 @@ class StoredPartitions:
         contents.add_pieces(key, self._shapes[name], dtype, self._pieces(name, tensors))
 
     def add_states(self, contents: Contents, name: str, prefix: str) -> dict[str, Any]:
-        """Add the optimizer's state of a parameter; what is no tensor is returned."""
+        """Add the optimizer's state of a parameter, and return the values that are no tensors."""
         group = self._group_of[name]
         states = {rank: self._state(rank, group) for rank in range(len(self._ranks))}
         values: dict[str, Any] = {}
@@ -140,8 +140,8 @@ class StoredPartitions:
             if value.numel < self._masters[0][group].numel or len(value.shape) > 1:
                 raise CheckpointError(
                     f"optimizer state '{key}' in '{value.path}' has shape {value.shape}, "
-                    "which is not that of the flat parameters it belongs to.",
-                    remedy="Only optimizers that treat every element alike, such as AdamW, can be read.",
+                    "which differs from the shape of its flat parameters.",
+                    remedy="nnx reads only elementwise optimizers, such as AdamW.",
                 )
             tensors = {rank: state[key] for rank, state in states.items() if key in state}
             dtype = str(value.dtype).removeprefix("torch.")
@@ -151,7 +151,7 @@ class StoredPartitions:
 
 
 def _stage(state: Mapping[str, Any]) -> int:
-    """The stage; DeepSpeed's optimizer for bf16 partitions as stage 1 does and notes none."""
+    """Return the stage. DeepSpeed's bf16 optimizer records none, and partitions as stage 1 does."""
     stage = state.get("zero_stage", 1)
     return int(stage.arguments[0] if isinstance(stage, Inert) else stage)
 
@@ -169,7 +169,7 @@ def _flat_tensors(state: Mapping[str, Any], key: str, groups: int, directory: Pa
 
 
 def _named_groups(base: Any, shapes: Shapes) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The param groups with the names of their parameters, and the number of each flat group's state."""
+    """Return the param groups with their parameters' names, and each flat group's number in the state."""
     if not isinstance(base, Mapping):
         return [{"params": list(group)} for group in shapes], list(range(len(shapes)))
     groups, numbers = [], [number for group in base["param_groups"] for number in group["params"]]
@@ -185,7 +185,7 @@ def _scalar(value: Any) -> Any:
 
 
 def contradiction(directory: Path, why: str) -> CheckpointError:
-    """The error for files that do not belong together."""
+    """Return the error for files that do not belong together."""
     return CheckpointError(
         f"the files of DeepSpeed checkpoint '{directory}' contradict each other: {why}.",
         remedy="Restore them from a backup, or use another checkpoint.",

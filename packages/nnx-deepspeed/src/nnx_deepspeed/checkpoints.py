@@ -1,8 +1,8 @@
-"""DeepSpeed's checkpoint directories: ZeRO stages 0 to 3, universal ones too. Read only.
+"""Read DeepSpeed's checkpoint directories: ZeRO stages 0 to 3, also universal ones.
 
-The ranks' files are indexed, not loaded: every parameter is found in the flat tensors that hold it. What
-Lightning or the user saved with them becomes the trainer's part. Nothing that the files bring along is
-executed: DeepSpeed's own classes in them are kept as inert data.
+The reader indexes the ranks' files and does not load them: each parameter is located in the flat tensors that
+hold it. Values that Lightning or the user saved become the trainer's state. The reader executes no code from
+the files, and keeps objects of DeepSpeed's own classes as inert data.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from nnx_deepspeed.checkpoint_shards import OWN_CLASSES, Shapes, StoredPartition
 __all__ = ["DeepSpeed"]
 
 
-# ``ds_to_universal.py`` makes them of the files of all ranks. ``zero/<parameter>/`` has one file for the
-# fp32 master and one for each state of the optimizer, complete; ``zero/optimizer_state.pt`` the param
-# groups. Stage 3 stores them flat and lists no steps by parameter.
+# ``ds_to_universal.py`` makes a universal checkpoint from the files of all ranks. ``zero/<parameter>/`` holds
+# one file with the full fp32 master and one for each full state tensor of the optimizer.
+# ``zero/optimizer_state.pt`` holds the param groups. Stage 3 stores flat tensors and no step per parameter.
 
 
 _MASTER = "fp32"
@@ -45,10 +45,10 @@ class Universal:
 
     Args:
         directory: The tag's directory.
-        shapes: ``param_shapes`` of the model file.
+        shapes: The ``param_shapes`` of the model file.
 
     Attributes:
-        stage: The ZeRO stage that it was converted from.
+        stage: The ZeRO stage of the checkpoint before its conversion.
         groups: The optimizer's param groups, with the names of their parameters.
     """
 
@@ -78,7 +78,7 @@ class Universal:
         self._add(contents, name, key, self._load(name, f"{_MASTER}.pt"))
 
     def add_states(self, contents: Contents, name: str, prefix: str) -> dict[str, Any]:
-        """Add the optimizer's state of a parameter; what is no tensor is returned."""
+        """Add the optimizer's state of a parameter, and return the values that are no tensors."""
         values: dict[str, Any] = {}
         folder = self._folder(name)
         keys = sorted(file.stem for file in folder.glob("*.pt") if file.stem != _MASTER)
@@ -102,7 +102,7 @@ class Universal:
         return found["param"] if isinstance(found, Mapping) else found
 
     def _folder(self, name: str) -> Path:
-        """Where the files of a parameter are; its name comes from a file, and could lead anywhere."""
+        """Return the folder of a parameter's files. Its name comes from a file, so it must stay inside."""
         folder = self._directory / "zero" / name
         require_inside(folder, self._directory)
         return folder
@@ -110,13 +110,13 @@ class Universal:
     def _add(self, contents: Contents, name: str, key: str, value: Any) -> None:
         shape = self._shapes[name]
         if not isinstance(value, FileTensor) or value.numel != math.prod(shape):
-            raise contradiction(self._directory, f"what is stored of '{name}' has not its shape {shape}")
+            raise contradiction(self._directory, f"the tensor of '{name}' has not its shape {shape}")
         pieces = pieces_of_range(value, 0, Box.whole(shape), 0, value.numel)
         contents.add_pieces(key, shape, str(value.dtype).removeprefix("torch."), pieces)
 
 
 _WRAPPER = "_forward_module."
-"""How Lightning before 2.1 prefixed every name."""
+"""The prefix of every name in Lightning before 2.1."""
 
 _ENGINE_KEYS = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
@@ -132,12 +132,12 @@ _ENGINE_KEYS = {
     *("ds_version", "sparse_tensor_module_names", "csr_tensor_module_names", "universal_checkpoint_info"),
     *("ds_autoep_layers", "autoep_layers", "num_experts", "folding"),
 }
-"""What DeepSpeed itself puts into a model file; everything else is its caller's."""
+"""DeepSpeed's own keys in a model file; all other keys belong to its caller."""
 _KEPT = ("skipped_steps", "global_steps", "global_samples", "data_sampler", "random_ltd")
 
 
 class DeepSpeed(CheckpointFormat):
-    """A DeepSpeed checkpoint, or the directory of one tag in it."""
+    """A DeepSpeed checkpoint, or the directory of one of its tags."""
 
     name = "deepspeed"
     reaches_below = True
@@ -155,17 +155,17 @@ class DeepSpeed(CheckpointFormat):
         tag: str | None = None,
         weights: Literal["master", "model"] = "master",
     ) -> ForeignCheckpoint:
-        """Open it without reading tensor data.
+        """Open a checkpoint without reading tensor data.
 
         Args:
-            path: The directory that was given to ``save_checkpoint``, or that of a tag in it.
-            weights_only: False trusts what the caller of DeepSpeed saved along with the model.
-            tag: Selects one of several saves; by default the one that the file ``latest`` names.
-            weights: ``"master"`` gives the fp32 weights that the optimizer steps, ``"model"`` those in the
-                precision of the model, which ZeRO 3 does not save.
+            path: The directory that ``save_checkpoint`` got, or the directory of one of its tags.
+            weights_only: False to unpickle any value that DeepSpeed's caller saved along with the model.
+            tag: The tag of one of several saves. Default: the tag in the file ``latest``.
+            weights: ``"master"`` for the fp32 weights that the optimizer steps. ``"model"`` for the weights
+                in the model's precision, which ZeRO 3 does not save.
 
         Raises:
-            CheckpointError: A file is missing or damaged, or nothing says which tag is meant.
+            CheckpointError: A file is missing or damaged, or the tag is ambiguous.
         """
         with malformed_explained(path, "DeepSpeed"):
             return _open(Path(path), tag, weights, weights_only)
@@ -200,7 +200,7 @@ def _load_model(path: Path, weights_only: bool) -> dict[str, Any]:
 
 
 def _partitions(files: Files, main: Mapping[str, Any]) -> StoredPartitions | Universal | None:
-    """The optimizer's files; None where there was no ZeRO."""
+    """Return the optimizer's files, or None without ZeRO."""
     shapes = main.get("param_shapes")
     if shapes is None:
         return None
@@ -217,26 +217,26 @@ def _partitions(files: Files, main: Mapping[str, Any]) -> StoredPartitions | Uni
     if missing:
         names = [f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in missing]
         raise CheckpointError(
-            f"'{files.directory}' was written by {world} ranks, and of these "
+            f"'{files.directory}' was written by {world} ranks, but "
             f"{', '.join(repr(name) for name in names)} {'is' if len(names) == 1 else 'are'} missing.",
-            remedy="Restore what is missing; every rank's files are needed to put the model together.",
+            remedy="Restore the missing files; reading the model needs every rank's files.",
         )
     stale = [files.optimizers[rank].name for rank in states if rank >= world or counts[rank] != world]
     if stale:
         raise CheckpointError(
             f"'{files.directory}' was written by {world} ranks, but has '{stale[0]}' of another save.",
-            remedy="Delete files that are left from an earlier save with another number of ranks.",
+            remedy="Delete the files of an earlier save with another number of ranks.",
         )
     return StoredPartitions(files.directory, list(states.values()), shapes)
 
 
 def _partition_count(state: Mapping[str, Any]) -> int:
-    """In how many parts the parameters were cut; stages 1 and 2 note it for each group."""
+    """Return the number of partitions; stages 1 and 2 record it for each group."""
     counts = state["partition_count"]
     counts = counts if isinstance(counts, (list, tuple)) else [counts]
     if len(set(counts)) != 1:
         raise CheckpointError(
-            f"the param groups are cut into {list(counts)} parts: experts have groups of their own.",
+            f"the param groups have {list(counts)} partitions: experts have groups of their own.",
             remedy="Only data-parallel checkpoints (ZeRO) can be read.",
         )
     return int(counts[0])
@@ -253,7 +253,7 @@ def _add_model(
         raise CheckpointError(f"weights={weights!r} is neither 'master' nor 'model'.")
     if weights == "model" and partitions is not None and partitions.stage == 3:
         raise CheckpointError(
-            f"'{contents.path}' is of ZeRO stage 3, which saves no weights in the model's precision.",
+            f"'{contents.path}' is from ZeRO stage 3, which saves no weights in the model's precision.",
             remedy="Open it with weights='master'.",
         )
     masters = partitions if weights == "master" and partitions is not None else ()
@@ -275,10 +275,10 @@ def _logical(name: str) -> str:
 
 
 class _Frozen:
-    """What the optimizer does not step. In stage 3 each rank's model file has its part of it.
+    """Parameters that the optimizer does not step. In stage 3 each rank's model file holds a shard of them.
 
     Args:
-        models: The model files in order of rank; none of the other stages.
+        models: The model files in order of rank; empty for other stages.
         shapes: The parameters' shapes by name.
     """
 
@@ -291,13 +291,13 @@ class _Frozen:
 
     def add(self, contents: Contents, name: str, key: str) -> None:
         shape = tuple(self._shapes[name])
-        parts = [fragments[name] for fragments in self._fragments]
+        shards = [fragments[name] for fragments in self._fragments]
         pieces = [
             piece
-            for span in split_evenly(0, math.prod(shape), len(parts))
-            for piece in pieces_of_range(parts[span.rank], 0, Box.whole(shape), span.start, span.stop)
+            for span in split_evenly(0, math.prod(shape), len(shards))
+            for piece in pieces_of_range(shards[span.rank], 0, Box.whole(shape), span.start, span.stop)
         ]
-        contents.add_pieces(key, shape, str(parts[0].dtype).removeprefix("torch."), pieces)
+        contents.add_pieces(key, shape, str(shards[0].dtype).removeprefix("torch."), pieces)
 
 
 def _frozen(files: Files, main: Mapping[str, Any], world_size: int, weights_only: bool) -> _Frozen:
@@ -318,7 +318,7 @@ def _add_optimizer(
     values: dict[str, dict[str, Any]] = {}
     groups = []
     for group in partitions.groups:
-        names = _as_passed(group["params"], main, partitions)
+        names = _original_order(group["params"], main, partitions)
         for name in names:
             stored = name.removeprefix(_WRAPPER)
             found = partitions.add_states(contents, name, f"optim.0.state.{stored}")
@@ -330,21 +330,21 @@ def _add_optimizer(
     contents.objects["optim"] = [{"groups": groups, "values": values}]
 
 
-def _as_passed(
+def _original_order(
     names: Sequence[str], main: Mapping[str, Any], partitions: StoredPartitions | Universal
 ) -> list[str]:
-    """The order in which the optimizer was given its parameters, before they were dealt out to the ranks."""
+    """Return the order in which the optimizer got its parameters, before DeepSpeed distributed them."""
     config = main.get("ds_config")
     zero = config.get("zero_optimization", {}) if isinstance(config, Mapping) else {}
     if partitions.stage == 3 or not zero.get("round_robin_gradients"):
         return list(names)
     world_size = int(main.get("dp_world_size", 1))
-    dealt = [index for rank in range(world_size) for index in range(rank, len(names), world_size)]
-    return [name for _, name in sorted(zip(dealt, names, strict=True))]
+    round_robin = [index for rank in range(world_size) for index in range(rank, len(names), world_size)]
+    return [name for _, name in sorted(zip(round_robin, names, strict=True))]
 
 
 def _trainer(main: Mapping[str, Any]) -> dict[str, Any]:
-    """What the caller saved along, and under ``"deepspeed"`` what the engine counted."""
+    """Return the values that DeepSpeed's caller saved, and the engine's counters under ``"deepspeed"``."""
     trainer = {key: value for key, value in main.items() if key not in _ENGINE_KEYS}
     engine = {key: main[key] for key in _KEPT if main.get(key) is not None}
     scheduler = main.get("lr_scheduler")

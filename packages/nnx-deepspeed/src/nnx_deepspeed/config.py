@@ -1,4 +1,4 @@
-"""The DeepSpeed config of a run, and what DeepSpeed cannot train."""
+"""Make the DeepSpeed config of a run, and refuse models and optimizers that DeepSpeed cannot train."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from nnx_core.optimizers.elementwise import Trial, try_optimizer
 from nnx_deepspeed._deepspeed_compat import is_tested_optimizer
 from nnx_deepspeed.options import DeepSpeedOptions
 
-# What DeepSpeed cannot train is refused here, before an engine is made: it would fail later, or be wrong.
+# These checks run before DeepSpeed's engine is created, which would fail later or train wrong numbers.
 #
-# Reads the module, the optimizer and the config; changes nothing and never communicates, so that every rank
-# comes to the same answer.
+# A check reads the module, the optimizer and the config. It changes nothing and never communicates: every
+# rank has the same input, so all ranks raise the same error.
 
 
-_ON_THE_HOST = "DeepSpeedCPU"
-"""What the names of DeepSpeed's optimizers begin with that step on the host only."""
+_CPU_OPTIMIZERS = "DeepSpeedCPU"
+"""The prefix of the names of DeepSpeed's CPU-only optimizers."""
 
 
 def refuse_unfit(optimizer: Optimizer, *, config: Mapping[str, Any], device: torch.device) -> None:
-    """Refuse an optimizer whose step would be wrong over flat partitions, or cannot be under this config.
+    """Refuse an optimizer whose step would be wrong on flat partitions, or cannot run under this config.
 
     Args:
-        optimizer: The user's.
-        config: What ``deepspeed.initialize`` gets.
+        optimizer: The user's optimizer.
+        config: The config for ``deepspeed.initialize``.
         device: The device of the module.
 
     Raises:
-        UnsupportedError: With what can be used instead.
+        UnsupportedError: The optimizer does not fit. The error names an alternative.
     """
     name, offloads = type(optimizer).__name__, _offloads(config)
     if isinstance(optimizer, SparseAdam):
@@ -49,21 +49,21 @@ def refuse_unfit(optimizer: Optimizer, *, config: Mapping[str, Any], device: tor
         raise UnsupportedError(
             f"{name} wraps {type(wrapped).__name__}, which would step the module's parameters in place of "
             "DeepSpeed's partitions.",
-            remedy="Return what is wrapped, and do the rest in a callback, or use strategy 'fsdp_auto'.",
+            remedy="Return the wrapped optimizer and use a callback for the rest, or use 'fsdp_auto'.",
         )
-    if not name.startswith(_ON_THE_HOST):  # DeepSpeed's own, whose operators take no tensors of a trial
+    if not name.startswith(_CPU_OPTIMIZERS):  # DeepSpeed's own operators do not accept a trial's tensors
         _refuse_dependence(name, try_optimizer(optimizer))
     if isinstance(optimizer, Adagrad) and len(optimizer.param_groups) > 1:
         raise UnsupportedError(
             f"DeepSpeed rebuilds Adagrad with one param group; this one has {len(optimizer.param_groups)}.",
-            remedy="Use one group, or another optimizer.",
+            remedy="Use one param group, or another optimizer.",
         )
-    if name.startswith(_ON_THE_HOST) and device.type != "cpu" and not offloads:
+    if name.startswith(_CPU_OPTIMIZERS) and device.type != "cpu" and not offloads:
         raise UnsupportedError(
             f"{name} steps on the host, and the optimizer state of this run is on {device}.",
             remedy="Use offload_optimizer=True or 'nnx_deepspeed_3_cpu', or an optimizer of torch.optim.",
         )
-    if config.get("zero_force_ds_cpu_optimizer") and offloads and not name.startswith(_ON_THE_HOST):
+    if config.get("zero_force_ds_cpu_optimizer") and offloads and not name.startswith(_CPU_OPTIMIZERS):
         raise UnsupportedError(
             f"the config forces DeepSpeed's own optimizers where they are offloaded; this one is {name}.",
             remedy="Use deepspeed.ops.adam.DeepSpeedCPUAdam, or zero_force_ds_cpu_optimizer=False.",
@@ -76,18 +76,18 @@ def refuse_unfit(optimizer: Optimizer, *, config: Mapping[str, Any], device: tor
 
 
 def _refuse_dependence(name: str, trial: Trial) -> None:
-    """Refuse what is not right on flat partitions, each of them stepped alone."""
+    """Refuse an optimizer that needs more than one flat partition at a time, or more than one evaluation."""
     if trial.dependence == "element" and trial.evaluations <= 1:
         return
     if trial.error is not None:
-        found = f"what its update depends on could not be found out: {trial.error}"
+        found = f"a trial of its step failed: {trial.error}"
     elif trial.evaluations > 1:
-        found = f"its step evaluates its closure {trial.evaluations} times, DeepSpeed's step does so once"
+        found = f"its step evaluates its closure {trial.evaluations} times, DeepSpeed's step only once"
     else:
-        found = f"the update of an element depends on its whole {trial.dependence}, not on the element alone"
+        found = f"the update of an element depends on the full {trial.dependence}, not on the element alone"
     raise UnsupportedError(
         f"{name} cannot work on DeepSpeed's flat partitions: {found}.",
-        remedy="Use one that works element by element (Adam, AdamW, SGD, ...), or strategy 'fsdp_auto'.",
+        remedy="Use an elementwise optimizer (Adam, AdamW, SGD, ...), or strategy 'fsdp_auto'.",
     )
 
 
@@ -97,25 +97,25 @@ def _offloads(config: Mapping[str, Any]) -> bool:
 
 
 def refuse_other_dtypes(module: nn.Module) -> None:
-    """Refuse trained parameters that are not float32, in which DeepSpeed keeps its masters.
+    """Refuse trained parameters that are not float32, the dtype of DeepSpeed's masters.
 
     Raises:
-        UnsupportedError: With the first of them.
+        UnsupportedError: A parameter has another dtype. The error names the first one.
     """
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise UnsupportedError(
                 f"DeepSpeed trains float32 parameters; {name} is {dtype}.",
-                remedy="Convert it, and let precision='bf16-mixed' choose smaller types, or use 'fsdp_auto'.",
+                remedy="Convert it to float32, with precision='bf16-mixed' if need be, or use 'fsdp_auto'.",
             )
 
 
 def refuse_sparse(module: nn.Module) -> None:
-    """Refuse layers with sparse gradients, which flat partitions cannot hold.
+    """Refuse layers with sparse gradients, because flat partitions are dense.
 
     Raises:
-        UnsupportedError: With the first of them.
+        UnsupportedError: A layer has sparse gradients. The error names the first one.
     """
     for name, submodule in module.named_modules():
         if getattr(submodule, "sparse", False) is True and isinstance(
@@ -124,12 +124,12 @@ def refuse_sparse(module: nn.Module) -> None:
             raise UnsupportedError(
                 f"DeepSpeed's flat partitions hold no sparse gradients; {name or 'the model'} is a "
                 f"{type(submodule).__name__} with sparse=True.",
-                remedy="Use sparse=False, or a strategy that keeps them, such as 'nnscaler_zero'.",
+                remedy="Use sparse=False, or a strategy with sparse gradients, such as 'nnscaler_zero'.",
             )
 
 
 class FixedModel:
-    """What must stay as it was when DeepSpeed laid a model out: its parameters, and which of them train.
+    """A record of a model's parameters and their ``requires_grad``, which must not change under DeepSpeed.
 
     Args:
         module: The model.
@@ -143,10 +143,10 @@ class FixedModel:
         self._trains = [(name, p, p.requires_grad) for name, p in module.named_parameters()]
 
     def refuse_changes(self) -> None:
-        """Refuse to go on if something has changed since.
+        """Refuse a change of the parameters or of ``requires_grad``.
 
         Raises:
-            UnsupportedError: With the first change.
+            UnsupportedError: Something has changed. The error names the first change.
         """
         for name, submodule, parameters, identities in self._held:
             if _identities(submodule._parameters) != identities:
@@ -166,32 +166,31 @@ class FixedModel:
 
 
 def _identities(parameters: Mapping[str, nn.Parameter | None]) -> list[tuple[str, int]]:
-    """Which objects have which names; tensors themselves would compare their values."""
+    """Return names and ids of parameters. A comparison of tensors would compare their values."""
     return [(name, id(parameter)) for name, parameter in parameters.items()]
 
 
-# The DeepSpeed config of a run: from the options, from the user's own config, and from what Trainer
-# decides.
+# The config of a run combines the options, the user's own config, and the settings of Trainer.
 #
 # Trainer (or Fabric) owns the batch, accumulation, clipping, precision, optimizer and scheduler. A config
-# that says otherwise is refused, because one of the two would be ignored in silence.
+# that contradicts Trainer is refused, because one of the two would be ignored silently.
 
 
 _AUTO = "auto"
 _OWNED = {
     "optimizer": "Return the optimizer from `configure_optimizers`; it may be `DeepSpeedCPUAdam`.",
     "scheduler": "Return the scheduler from `configure_optimizers`.",
-    "train_batch_size": "Leave it out: the batch is what your DataLoader gives.",
+    "train_batch_size": "Leave it out: your DataLoader sets the batch size.",
     "amp": "Leave it out; precision= of Trainer or Fabric chooses the types.",
     "torch_autocast": "Leave it out; precision= of Trainer or Fabric chooses the types.",
     "tensor_parallel": "Leave it out: nnx runs DeepSpeed's ZeRO alone.",
     "sequence_parallel_size": "Leave it out: nnx runs DeepSpeed's ZeRO alone.",
 }
-"""What is decided elsewhere, and where."""
+"""Keys of the config that another API owns, and how to use that API."""
 
 
 def make_config(options: DeepSpeedOptions, *, bf16: bool) -> dict[str, Any]:
-    """The config that ``deepspeed.initialize`` gets.
+    """Return the config for ``deepspeed.initialize``.
 
     Args:
         options: The options of the strategy.
@@ -212,9 +211,9 @@ def make_config(options: DeepSpeedOptions, *, bf16: bool) -> dict[str, Any]:
 
 
 def with_fitting_buckets(config: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """The config with buckets that are no larger than what there is to reduce.
+    """Return the config with buckets no larger than the trained parameters.
 
-    DeepSpeed allocates them anew in each backward, and torch fills them where it is to be deterministic.
+    DeepSpeed allocates the buckets in each backward, and torch fills them in deterministic mode.
     """
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     zero = dict(config["zero_optimization"])
@@ -298,34 +297,34 @@ def _read(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
 
 def _refuse_contradictions(users: Mapping[str, Any], options: DeepSpeedOptions, bf16: bool) -> None:
     for key, remedy in _OWNED.items():
-        if _is_said(users.get(key, _AUTO)):
-            raise OptionError(f"the DeepSpeed config has {key!r}, which is not its to decide.", remedy=remedy)
+        if _is_set(users.get(key, _AUTO)):
+            raise OptionError(
+                f"the DeepSpeed config has {key!r}, which Trainer or nnx decides.", remedy=remedy
+            )
     _must_be(users, "gradient_accumulation_steps", (1,), "Use Trainer(accumulate_grad_batches=...).")
     _must_be(users, "gradient_clipping", (0, 0.0), "Use Trainer(gradient_clip_val=...).")
     zero = _section(users, "zero_optimization")
     _must_be(zero, "stage", (options.stage,), f"This strategy is stage {options.stage}; choose another name.")
     offload = _section(zero, "offload_optimizer")
-    _must_be(
-        offload, "ratio", (1, 1.0), "Leave it out: where an optimizer is offloaded, nnx offloads all of it."
-    )
+    _must_be(offload, "ratio", (1, 1.0), "Leave it out: nnx offloads an optimizer completely or not at all.")
     _must_be(zero, "mics_shard_size", (-1,), "nnx shards over all ranks; 'fsdp_hybrid' shards over some.")
     for name in ("bf16", "bfloat16"):
         enabled = _section(users, name).get("enabled", _AUTO)
         if enabled != _AUTO and bool(enabled) != bf16:
             raise OptionError(
-                f"the DeepSpeed config says {name}.enabled={enabled}, this run's precision says otherwise.",
+                f"the DeepSpeed config says {name}.enabled={enabled}; the run's precision contradicts it.",
                 remedy="Leave it out; precision='bf16-mixed' of Trainer or Fabric turns it on.",
             )
     if _section(users, "fp16").get("enabled", _AUTO) not in (_AUTO, False):
         raise OptionError(
-            "the DeepSpeed config turns fp16 on; its loss scale would be in the gradients that are clipped.",
+            "the DeepSpeed config turns fp16 on; its loss scale would multiply the gradients to clip.",
             remedy="Use precision='16-mixed', which computes in float16, or 'bf16-mixed'.",
         )
     _refuse_other_values(users, _defaults(options), _defaults(DeepSpeedOptions(stage=options.stage)))
 
 
-def _is_said(value: Any) -> bool:
-    """Return True if a config decides something: ``"auto"`` and what is turned off do not."""
+def _is_set(value: Any) -> bool:
+    """Return True if a config sets a value other than ``"auto"`` or a section that is turned off."""
     if isinstance(value, Mapping) and "enabled" in value:
         value = value["enabled"]
     return value not in (_AUTO, None, False)
@@ -344,7 +343,7 @@ def _section(users: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _refuse_other_values(users: Mapping[str, Any], ours: Mapping[str, Any], unset: Mapping[str, Any]) -> None:
-    """Refuse what is said twice and differently: in the config, and by an option that is not its default."""
+    """Refuse a value of the config that contradicts an option which is not at its default."""
     for key, value in users.items():
         mine, default = ours.get(key), unset.get(key)
         if isinstance(value, Mapping) and isinstance(mine, Mapping):
@@ -352,7 +351,7 @@ def _refuse_other_values(users: Mapping[str, Any], ours: Mapping[str, Any], unse
         elif mine != default and value not in (_AUTO, mine):
             raise OptionError(
                 f"the DeepSpeed config says {key}={value!r}, an option of the strategy says {mine!r}.",
-                remedy="Say it in one of the two places.",
+                remedy="Set it in the config or by the option, not in both.",
             )
 
 
@@ -365,7 +364,7 @@ def _must_be(section: Mapping[str, Any], key: str, allowed: tuple[Any, ...], rem
 
 
 def _merge(into: dict[str, Any], users: Mapping[str, Any]) -> None:
-    """Let the user's words win, section by section; ``"auto"`` leaves the default."""
+    """Merge the user's config into ours, section by section; ``"auto"`` leaves the default."""
     for key, value in users.items():
         if isinstance(value, Mapping) and isinstance(into.get(key), dict):
             _merge(into[key], value)

@@ -1,4 +1,7 @@
-"""Options of the DeepSpeed strategies: those of Lightning's ``DeepSpeedStrategy``. Standard library only."""
+"""Options of the DeepSpeed strategies, named as in Lightning's ``DeepSpeedStrategy``.
+
+This module needs the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from nnx_core.options import check_options, option
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedOptions:
-    """What changes how DeepSpeed is configured; `config` may say the same, and more, in DeepSpeed's words."""
+    """Options that configure DeepSpeed. `config` may set the same, and more, by DeepSpeed's own names."""
 
     stage: int = option(
         2,
@@ -23,33 +26,33 @@ class DeepSpeedOptions:
     )
     config: Mapping[str, Any] | str | os.PathLike[str] | None = option(
         None,
-        help="A DeepSpeed config: a dict, or the path of a JSON file. What it says wins over the defaults "
-        "here; where it contradicts an option that you set, or Trainer's arguments, that is an error.",
+        help="A DeepSpeed config: a dict, or the path of a JSON file. Its values override the defaults here. "
+        "nnx raises an error if it contradicts an option that you set, or Trainer's arguments.",
         types=(Mapping, str, os.PathLike),
         is_read=True,
     )
     offload_optimizer: bool = option(
-        False, help="Keep masters, optimizer state and the step itself on the host.", types=(bool,)
+        False, help="Offload masters, optimizer state and the step itself to the host.", types=(bool,)
     )
     offload_parameters: bool = option(
-        False, help="Keep partitioned parameters on the host; stage 3 only.", types=(bool,)
+        False, help="Offload partitioned parameters to the host; stage 3 only.", types=(bool,)
     )
     offload_optimizer_device: str = option(
-        "cpu", help="Where offloaded optimizer state lies.", choices=("cpu", "nvme")
+        "cpu", help="Device of offloaded optimizer state.", choices=("cpu", "nvme")
     )
     offload_params_device: str = option(
-        "cpu", help="Where offloaded parameters lie.", choices=("cpu", "nvme")
+        "cpu", help="Device of offloaded parameters.", choices=("cpu", "nvme")
     )
-    nvme_path: str = option("/local_nvme", help="Directory of the disk, for the nvme devices.", types=(str,))
+    nvme_path: str = option("/local_nvme", help="Directory on the disk for the nvme devices.", types=(str,))
     pin_memory: bool = option(
-        False, help="Pin offloaded memory: faster copies, more of the host.", types=(bool,)
+        False, help="Pin offloaded memory: faster copies, more host memory.", types=(bool,)
     )
-    params_buffer_count: int = option(5, help="Buffers for parameters that come from disk.", types=(int,))
-    params_buffer_size: int = option(100_000_000, help="Elements of each of them.", types=(int,))
+    params_buffer_count: int = option(5, help="Buffers for parameters read from disk.", types=(int,))
+    params_buffer_size: int = option(100_000_000, help="Elements of each parameter buffer.", types=(int,))
     max_in_cpu: int = option(
-        1_000_000_000, help="Parameter elements kept on the host while the rest is on disk.", types=(int,)
+        1_000_000_000, help="Parameter elements in host memory; all others are on disk.", types=(int,)
     )
-    optimizer_buffer_count: int = option(4, help="Buffers for optimizer state from disk.", types=(int,))
+    optimizer_buffer_count: int = option(4, help="Buffers for optimizer state read from disk.", types=(int,))
     block_size: int = option(1_048_576, help="Bytes of one disk request.", types=(int,))
     queue_depth: int = option(8, help="Disk requests in flight.", types=(int,))
     single_submit: bool = option(False, help="Submit disk requests one by one.", types=(bool,))
@@ -59,9 +62,9 @@ class DeepSpeedOptions:
         1_000_000_000_000, help="Elements that stage 3 steps at a time.", types=(int,)
     )
     contiguous_gradients: bool = option(
-        True, help="Copy gradients into one buffer as they come.", types=(bool,)
+        True, help="Copy gradients into one buffer during backward.", types=(bool,)
     )
-    overlap_comm: bool = option(True, help="Reduce gradients while backward goes on.", types=(bool,))
+    overlap_comm: bool = option(True, help="Reduce gradients while backward runs.", types=(bool,))
     allgather_partitions: bool = option(
         True, help="Collect updated parameters by all-gather instead of broadcasts.", types=(bool,)
     )
@@ -72,7 +75,7 @@ class DeepSpeedOptions:
     reduce_bucket_size: int = option(200_000_000, help="Elements reduced at once.", types=(int,))
     persistence_threshold: int = option(
         100_000,
-        help="Stage 3 keeps parameters of at most so many elements whole on every rank; 0 keeps none.",
+        help="Stage 3 replicates parameters of at most this many elements; 0 shards all.",
         types=(int,),
     )
     zero_allow_untested_optimizer: bool = option(

@@ -1,10 +1,11 @@
-"""What this rank holds under ZeRO: masters, optimizer state and gradients, as views of DeepSpeed's buffers.
+"""Describe this rank's shards under ZeRO: masters, optimizer state and gradients.
 
-Stages 1 and 2 cut a param group as one flat vector, so a rank may hold the end of one parameter and the
-beginning of the next. Stage 3 cuts every parameter into equal parts, the last one padded. Either way a part
-is a range of a flattened parameter, which is what `nnx_base.shard.shard_of_range` describes.
+The shards are views of DeepSpeed's buffers. Stages 1 and 2 shard a param group as one flat vector, so a
+rank may hold the end of one parameter and the beginning of the next. Stage 3 splits every parameter into
+equal shards and pads the last one. In both layouts a shard is a range of a flattened parameter, and
+`nnx_base.shard.shard_of_range` describes it.
 
-User code sees none of this: to it parameters (`CutParameter`) and gradients (`WholeGradients`) are whole.
+User code sees full parameters (`ShardedParameter`) and full gradients (`GatheredGradients`).
 """
 
 from __future__ import annotations
@@ -29,97 +30,104 @@ from nnx_core.view.guard import Part
 from nnx_deepspeed._deepspeed_compat import (
     fragment,
     gather_for_user,
-    gradient_pieces,
+    gradient_slices,
     local_partition,
-    own_range,
+    local_range,
     position,
     trainable_groups,
 )
-from nnx_deepspeed._operators_compat import counts_by_number
+from nnx_deepspeed._operators_compat import counts_steps_as_int
 
-# Parameters that do not train, as exact as they were before DeepSpeed rounded them to 16 bits.
-#
-# DeepSpeed keeps float32 masters of what it trains. Of the others each rank keeps a part here, in host
-# memory: checkpoints are made of it, and the module gets it back.
+# DeepSpeed keeps float32 masters of the trained parameters, and rounds frozen ones to 16 bits without a
+# master. Checkpoints and the module after training need the exact frozen values, so each rank keeps a
+# shard of them here, in host memory.
 
 
 class FrozenValues:
-    """This rank's parts of the exact values.
+    """This rank's shards of the exact values of frozen parameters.
 
     Args:
-        exact: All values as they were before DeepSpeed's engine was made; those that it rounded are kept.
+        exact: The values of all parameters before DeepSpeed's engine was made. The class keeps the values
+            that DeepSpeed has rounded.
     """
 
     def __init__(self, exact: Mapping[nn.Parameter, Tensor]) -> None:
-        self._parts: dict[nn.Parameter, Tensor] = {}
+        self._shards: dict[nn.Parameter, Tensor] = {}
         for parameter, value in exact.items():
             if not parameter.requires_grad and parameter.dtype != value.dtype:
-                start, weights = own_range(parameter)
-                part = value.flatten()[start : start + weights.numel()]
-                self._parts[parameter] = part.to("cpu", copy=True)
+                start, weights = local_range(parameter)
+                shard = value.flatten()[start : start + weights.numel()]
+                self._shards[parameter] = shard.to("cpu", copy=True)
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._parts
+        return parameter in self._shards
 
     def shard(self, parameter: nn.Parameter, shape: torch.Size) -> Shard:
-        """This rank's part; writing into it counts after `reload`."""
-        return shard_of_range(self._parts[parameter], shape=shape, start=own_range(parameter)[0])
+        """Return this rank's shard; values written into it take effect after `reload`."""
+        return shard_of_range(self._shards[parameter], shape=shape, start=local_range(parameter)[0])
 
     def follow(self) -> None:
-        """Take over what was written into the weights."""
-        for parameter, part in self._parts.items():
-            follow(part, own_range(parameter)[1])
+        """Copy values that were written into the weights to the exact values."""
+        for parameter, shard in self._shards.items():
+            follow(shard, local_range(parameter)[1])
 
     def reload(self) -> None:
-        """Round the parts into the weights. Collective where these are whole on every rank."""
-        for parameter, part in self._parts.items():
-            _, weights = own_range(parameter)
+        """Round the exact values into the weights. Collective in stages 1 and 2, which replicate them."""
+        for parameter, shard in self._shards.items():
+            _, weights = local_range(parameter)
             if not hasattr(parameter, "ds_tensor"):
-                others = parameter.detach().zero_()
-                weights.copy_(part)
-                dist.all_reduce(others)  # every element lies on one rank; adding zeros changes none
+                # `weights` is a view of `full`: zeros everywhere but in this rank's range make the sum exact.
+                full = parameter.detach().zero_()
+                weights.copy_(shard)
+                dist.all_reduce(full)
             else:
-                weights.copy_(part)
+                weights.copy_(shard)
 
 
-_AT_ONCE = 1 << 24
-"""Elements whose rounded copies are made at a time."""
+_CHUNK = 1 << 24
+"""Elements compared or copied at a time, which bounds the memory of rounded copies."""
 
 
 def were_written(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Whether any weights are something else than their masters, rounded. The host waits for this once.
+    """Return True if any weights differ from their rounded masters. Synchronises with each device once.
 
     Args:
-        pairs: Flat weights and their masters.
+        pairs: Pairs of flat weights and their masters.
     """
     differ: dict[torch.device, Tensor] = {}
     for weights, masters in pairs:
         if masters.data_ptr() == weights.data_ptr():
-            continue
-        for part, of_masters in zip(*(torch.split(t, _AT_ONCE) for t in (weights, masters)), strict=True):
-            there = of_masters.device
-            found = (of_masters.to(part.dtype) != part.to(there)).any()
-            differ[there] = differ[there] | found if there in differ else found
+            continue  # `share_masters` gave both the same memory
+        for chunk, of_masters in zip(*(torch.split(t, _CHUNK) for t in (weights, masters)), strict=True):
+            device = of_masters.device
+            found = (of_masters.to(chunk.dtype) != chunk.to(device)).any()
+            differ[device] = differ[device] | found if device in differ else found
     return any(bool(found) for found in differ.values())
 
 
 def follow(masters: Tensor, weights: Tensor) -> None:
-    """Take over the weights that are not the masters, rounded. Both are flat, and may be one."""
+    """Copy weights into masters where they differ from the rounded masters.
+
+    Args:
+        masters: The flat masters.
+        weights: The flat weights; they may share their memory with the masters.
+    """
     if masters.data_ptr() == weights.data_ptr():
         return
     if masters.dtype == weights.dtype:
         masters.copy_(weights)
         return
-    for part, of_weights in zip(*(torch.split(t, _AT_ONCE) for t in (masters, weights)), strict=True):
-        there = of_weights.to(part.device)
-        torch.where(part.to(there.dtype) == there, part, there.to(part.dtype), out=part)
+    for chunk, of_weights in zip(*(torch.split(t, _CHUNK) for t in (masters, weights)), strict=True):
+        new = of_weights.to(chunk.device)
+        # Unwritten weights keep their exact master; a copy would replace it by its rounded value.
+        torch.where(chunk.to(new.dtype) == new, chunk, new.to(chunk.dtype), out=chunk)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Elements ``[start, start + length)`` of a parameter; they begin at `offset` of partition `flat`.
+class _Range:
+    """Elements ``[start, start + length)`` of a parameter, stored at `offset` of flat partition `flat`.
 
-    Where this rank holds none of a parameter all but `flat` is 0.
+    All fields except `flat` are 0 if this rank holds no element of the parameter.
     """
 
     flat: int
@@ -129,17 +137,17 @@ class _Part:
 
 
 class Partitions:
-    """Where every parameter of a module lies.
+    """The location of every parameter of a module in DeepSpeed's flat partitions.
 
     Args:
         zero: DeepSpeed's ZeRO optimizer.
         rank: This rank.
         module: The module.
-        frozen: The exact values of what does not train.
+        frozen: The exact values of frozen parameters.
 
     Attributes:
-        frozen: The same.
-        missed: The number of steps of its group a parameter took no part in, of those that missed any.
+        frozen: The exact values of frozen parameters.
+        missed: The number of steps that each parameter has missed, for parameters that missed any.
     """
 
     def __init__(self, zero: Any, *, rank: int, module: nn.Module, frozen: FrozenValues) -> None:
@@ -150,32 +158,38 @@ class Partitions:
         self._shapes = {parameter: _shape(parameter) for parameter in module.parameters()}
         groups = trainable_groups(zero)
         self._flats = [flat for _, flat in groups]
-        self._parts: dict[nn.Parameter, _Part] = {}
+        self._ranges: dict[nn.Parameter, _Range] = {}
         self._flat_of: dict[nn.Parameter, int] = {}
         self.missed: dict[nn.Parameter, int] = {}
         for index, (parameters, _) in enumerate(groups):
             for parameter in parameters:
                 self._flat_of[parameter] = index
-                self._parts[parameter] = self._part(parameter, index)
+                self._ranges[parameter] = self._range(parameter, index)
+        # Flat partitions share one state per group, so a parameter that never had a gradient would seem to
+        # have state. torch gives such a parameter none, and neither does `state`.
         self._unstepped = set(self._flat_of)
 
-    def _part(self, parameter: nn.Parameter, flat: int) -> _Part:
+    def _range(self, parameter: nn.Parameter, flat: int) -> _Range:
         if not self._is_stage_3:
-            return _Part(flat, *(fragment(parameter) or (0, 0, 0)))
+            return _Range(flat, *(fragment(parameter) or (0, 0, 0)))
+        # Every rank's shard has the padded length, so the last ranks may hold fewer elements, or none.
         offset, padded = position(self._zero, parameter)
         low, numel = self._rank * padded, self._shapes[parameter].numel()
         start, length = cut_range(0, numel, low=low, high=low + padded)
-        return _Part(flat, start, offset if length else 0, length)
+        return _Range(flat, start, offset if length else 0, length)
 
     def shape(self, parameter: nn.Parameter) -> torch.Size:
-        """The whole parameter's, which stage 3 empties between steps."""
+        """Return the full shape of a parameter; stage 3 empties the tensor itself between steps."""
         return self._shapes[parameter]
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._shapes
 
     def shard_like(self, parameter: nn.Parameter, tensor: Tensor) -> Shard:
-        """Describe a tensor that has a parameter's form between steps: whole, or in stage 3 a flat part."""
+        """Describe a tensor that has a parameter's layout between steps.
+
+        The tensor is replicated in stages 1 and 2, and a flat shard in stage 3.
+        """
         shape = self._shapes[parameter]
         if tensor.shape == shape or not self._is_stage_3:
             return shard_of(tensor)
@@ -187,58 +201,61 @@ class Partitions:
         return local_partition(parameter).numel()
 
     def master(self, parameter: nn.Parameter) -> Shard:
-        """This rank's part of a parameter's master weights; of a frozen one, of its weights."""
+        """Return this rank's shard of a parameter's master weights, or of a frozen parameter's weights."""
         if parameter in self._flat_of:
             return self._shard(parameter, self._flats[self._flat_of[parameter]])
         if parameter in self.frozen:
             return self.frozen.shard(parameter, self._shapes[parameter])
         if not self._is_stage_3:
             return shard_of(parameter)
-        start, held = own_range(parameter)
+        start, held = local_range(parameter)
         return shard_of_range(held.flatten(), shape=self._shapes[parameter], start=start)
 
-    def take_exact(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Begin with masters that are as exact as what DeepSpeed has rounded."""
+    def load_exact(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Copy the exact weights into the masters, which DeepSpeed has made from rounded weights."""
         for parameter, value in values.items():
             if parameter.requires_grad:
                 self.master(parameter).fill_from(value)
 
     @property
-    def cuts_each_parameter(self) -> bool:
-        """True if each parameter lies in parts on the ranks, as in stage 3."""
+    def shards_each_parameter(self) -> bool:
+        """True if ranks hold shards of each single parameter, as in stage 3."""
         return self._is_stage_3
 
-    def is_cut(self, parameter: nn.Parameter) -> bool:
-        """Return True if ranks hold different parts of it; the same answer on all of them."""
+    def is_sharded(self, parameter: nn.Parameter) -> bool:
+        """Return True if ranks hold different shards of a parameter. All ranks get the same answer."""
         return self._is_stage_3 or parameter in self._flat_of or parameter in self.frozen
 
     def _shard(self, parameter: nn.Parameter, flat: Tensor) -> Shard:
-        part = self._parts[parameter]
-        held = flat.detach().narrow(0, part.offset, part.length)
-        return shard_of_range(held, shape=self._shapes[parameter], start=part.start)
+        local = self._ranges[parameter]
+        held = flat.detach().narrow(0, local.offset, local.length)
+        return shard_of_range(held, shape=self._shapes[parameter], start=local.start)
 
     def state(self, parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Any]:
-        """This rank's part of a parameter's optimizer state, by name; other values are the whole group's."""
+        """Return this rank's shard of a parameter's optimizer state, by name.
+
+        Values that are no shards, such as ``step``, belong to the whole param group.
+        """
         if parameter not in self._flat_of or self._has_no_state(parameter):
             return {}
         flat = self._flats[self._flat_of[parameter]]
         held = dict(optimizer.state.get(flat, {}))
         if "step" in held:
-            held["step"] = self._own_count(parameter, held["step"])
-        if "step" in held and counts_by_number(optimizer):
-            held["step"] = torch.tensor(float(held["step"]))  # as torch's optimizers have it
+            held["step"] = self._step_count(parameter, held["step"])
+        if "step" in held and counts_steps_as_int(optimizer):
+            held["step"] = torch.tensor(float(held["step"]))  # the type that torch's optimizers save
         return {
-            name: self._shard(parameter, value) if _is_laid_out(value, flat) else _whole(value)
+            name: self._shard(parameter, value) if _is_flat(value, flat) else _replicated(value)
             for name, value in held.items()
         }
 
     def range_of(self, parameter: nn.Parameter) -> tuple[Tensor, int, int] | None:
-        """The flat partition with this rank's part, where it begins there, and its length."""
-        part = self._parts[parameter]
-        return (self._flats[part.flat], part.offset, part.length) if part.length else None
+        """Return a parameter's flat partition, this rank's offset in it, and the length there."""
+        local = self._ranges[parameter]
+        return (self._flats[local.flat], local.offset, local.length) if local.length else None
 
     def count_step(self, unused: Sequence[nn.Parameter]) -> None:
-        """A step was made that left some parameters alone."""
+        """Count one step, which left the given parameters unchanged."""
         for parameter in unused:
             self.missed[parameter] = self.missed.get(parameter, 0) + 1
         if self._unstepped:
@@ -247,113 +264,117 @@ class Partitions:
     def _has_no_state(self, parameter: nn.Parameter) -> bool:
         return parameter in self.missed and parameter in self._unstepped
 
-    def _own_count(self, parameter: nn.Parameter, count: Any) -> Any:
+    def _step_count(self, parameter: nn.Parameter, count: Any) -> Any:
         missed = self.missed.get(parameter, 0)
         return count - missed if missed else count
 
     def allocate(self, saved: Mapping[nn.Parameter, Mapping[str, Any]], optimizer: Optimizer) -> None:
-        """Make room for state, and take over what does not go by element, such as ``step``.
+        """Allocate optimizer state, and copy values that all elements share, such as ``step``.
 
         Args:
-            saved: The state of each parameter by name: tensors or handles with ``shape`` and ``dtype``.
-            optimizer: The one whose state is keyed by flat partitions.
+            saved: The state of each parameter by name: tensors, or handles with ``shape`` and ``dtype``.
+            optimizer: The optimizer with a state keyed by flat partitions.
 
         Raises:
-            CheckpointError: Parameters of one group differ in such a value; DeepSpeed has one for all.
+            CheckpointError: Parameters of one group differ in a shared value; DeepSpeed keeps one for all.
         """
         optimizer.state.clear()
         self._unstepped = {p for p in self._flat_of if not saved.get(p)}
-        counts = counts_by_number(optimizer)
+        counts = counts_steps_as_int(optimizer)
         for parameter, entries in saved.items():
             flat = self._flats[self._flat_of[parameter]]
             state = optimizer.state[flat]
             for name, value in entries.items():
-                if not self._goes_by_element(parameter, name, value):
-                    _take_over(state, name, value, as_number=counts and name == "step")
+                if not self._is_elementwise(parameter, name, value):
+                    _set_shared(state, name, value, as_number=counts and name == "step")
                 elif name not in state:
                     state[name] = torch.zeros_like(flat, dtype=value.dtype, requires_grad=False)
+        # A parameter without saved state has missed every step that its group has counted.
         self.missed = {}
         for parameter in self._unstepped:
-            beside = optimizer.state.get(self._flats[self._flat_of[parameter]])
-            if beside and self._shapes[parameter].numel():
-                self.missed[parameter] = int(beside.get("step", 1))
+            of_group = optimizer.state.get(self._flats[self._flat_of[parameter]])
+            if of_group and self._shapes[parameter].numel():
+                self.missed[parameter] = int(of_group.get("step", 1))
 
-    def _goes_by_element(self, parameter: nn.Parameter, name: str, value: Any) -> bool:
+    def _is_elementwise(self, parameter: nn.Parameter, name: str, value: Any) -> bool:
         shape = getattr(value, "shape", None)
         if shape is None or name == "step":
             return False
-        return tuple(shape) in (tuple(self._shapes[parameter]), (self._parts[parameter].length,))
+        # Full tensors and this rank's flat ranges are elementwise; all other shapes are shared by the group.
+        return tuple(shape) in (tuple(self._shapes[parameter]), (self._ranges[parameter].length,))
 
     @torch.no_grad()
-    def take_state(self, optimizer: Optimizer, shadow: Optimizer) -> None:
-        """Begin with the user's optimizer's state: of whole parameters, or what `leave_state` left."""
+    def import_state(self, optimizer: Optimizer, shadow: Optimizer) -> None:
+        """Copy the state of the user's optimizer: full tensors, or this rank's flat ranges."""
         held = {p: dict(optimizer.state.pop(p)) for p in self._flat_of if p in optimizer.state}
         self.allocate(held, shadow)
         for parameter, entries in held.items():
             mine = self.state(parameter, shadow)
             for name, value in entries.items():
-                if not self._goes_by_element(parameter, name, value):
+                if not self._is_elementwise(parameter, name, value):
                     continue
                 if tuple(value.shape) == tuple(self._shapes[parameter]):
                     mine[name].fill_from(value)
                 else:
-                    start = self._parts[parameter].start
-                    part = shard_of_range(value, shape=self._shapes[parameter], start=start)
-                    for into, view in zip(mine[name].data, part.data, strict=True):
+                    start = self._ranges[parameter].start
+                    saved = shard_of_range(value, shape=self._shapes[parameter], start=start)
+                    for into, view in zip(mine[name].data, saved.data, strict=True):
                         into.copy_(view)
 
     @torch.no_grad()
-    def leave_state(self, optimizer: Optimizer, shadow: Optimizer) -> None:
-        """Give the user's optimizer its state, whole and in host memory. Collective."""
+    def export_state(self, optimizer: Optimizer, shadow: Optimizer) -> None:
+        """Give the user's optimizer its full state, in host memory. Collective."""
         for parameter in self._flat_of:
             if self._has_no_state(parameter):
                 continue
             flat = self._flats[self._flat_of[parameter]]
             for name, value in shadow.state.get(flat, {}).items():
-                if not _is_laid_out(value, flat):
-                    own = self._own_count(parameter, value) if name == "step" else value
+                if not _is_flat(value, flat):
+                    own = self._step_count(parameter, value) if name == "step" else value
                     optimizer.state[parameter][name] = own.clone() if isinstance(own, Tensor) else own
                     continue
-                optimizer.state[parameter][name] = self._whole_state(parameter, value).cpu()
+                optimizer.state[parameter][name] = self._full_state(parameter, value).cpu()
 
-    def _whole_state(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
-        shape, part = self._shapes[parameter], self._parts[parameter]
-        whole = torch.zeros(shape.numel(), dtype=value.dtype, device=parameter.device)
-        whole.narrow(0, part.start, part.length).copy_(value.narrow(0, part.offset, part.length))
+    def _full_state(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
+        shape, local = self._shapes[parameter], self._ranges[parameter]
+        full = torch.zeros(shape.numel(), dtype=value.dtype, device=parameter.device)
+        full.narrow(0, local.start, local.length).copy_(value.narrow(0, local.offset, local.length))
         if dist.get_world_size() > 1:
-            dist.all_reduce(whole)  # every element lies on one rank; adding zeros changes none
-        return whole.view(shape)
+            dist.all_reduce(full)  # exact: one rank holds each element, and the others add zeros
+        return full.view(shape)
 
     def gradients(self) -> list[Gradient]:
-        """What this rank holds of the reduced gradients, between the last backward and the step."""
-        return [Gradient(piece, replicas=1) for pieces in gradient_pieces(self._zero) for piece in pieces]
+        """Return this rank's reduced gradients, between the last backward and the step."""
+        return [Gradient(tensor, replicas=1) for slices in gradient_slices(self._zero) for tensor in slices]
 
-    def gradient_parts(self) -> dict[nn.Parameter, tuple[int, Tensor]]:
-        """This rank's part of each parameter's reduced gradient: where it begins, and a view on it."""
-        places = []
-        for pieces in gradient_pieces(self._zero):
-            ends = list(accumulate(piece.numel() for piece in pieces))
-            places.append((pieces, [0, *ends]))
+    def gradient_shards(self) -> dict[nn.Parameter, tuple[int, Tensor]]:
+        """Return this rank's shard of each reduced gradient: its start, and a view of its elements."""
+        buffers = []
+        for slices in gradient_slices(self._zero):
+            ends = list(accumulate(tensor.numel() for tensor in slices))
+            buffers.append((slices, [0, *ends]))
         found = {}
-        for parameter, part in self._parts.items():
-            if not part.length:
+        for parameter, local in self._ranges.items():
+            if not local.length:
                 continue
-            pieces, begins = places[part.flat]
-            index = bisect_right(begins, part.offset) - 1
-            if index < len(pieces):
-                piece = pieces[index].detach().view(-1)
-                found[parameter] = part.start, piece.narrow(0, part.offset - begins[index], part.length)
+            slices, begins = buffers[local.flat]
+            # DeepSpeed's slices follow each other without gaps, so the last one that begins at or before the
+            # offset holds the range. An index past the end means that the group has no gradient.
+            index = bisect_right(begins, local.offset) - 1
+            if index < len(slices):
+                flat = slices[index].detach().view(-1)
+                found[parameter] = local.start, flat.narrow(0, local.offset - begins[index], local.length)
         return found
 
     def drop_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Zero what earlier steps may have left for these."""
-        parts = self.gradient_parts() if parameters else {}
+        """Zero gradients that earlier steps may have left for these parameters."""
+        shards = self.gradient_shards() if parameters else {}
         for parameter in parameters:
-            if parameter in parts:
-                parts[parameter][1].zero_()
+            if parameter in shards:
+                shards[parameter][1].zero_()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Every parameter that has masters."""
+        """Iterate over the parameters that have masters."""
         return iter(self._flat_of)
 
 
@@ -361,17 +382,17 @@ def _shape(parameter: nn.Parameter) -> torch.Size:
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _is_laid_out(value: Any, flat: Tensor) -> bool:
+def _is_flat(value: Any, flat: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == flat.shape
 
 
-def _whole(value: Any) -> Any:
+def _replicated(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return Shard(tuple(value.shape), value.dtype, (Box.whole(tuple(value.shape)),), (value.detach(),))
 
 
-def _take_over(state: dict[str, Any], name: str, value: Any, *, as_number: bool) -> None:
+def _set_shared(state: dict[str, Any], name: str, value: Any, *, as_number: bool) -> None:
     value = int(_read(value)) if as_number else _read(value)
     if name not in state:
         state[name] = value
@@ -381,31 +402,32 @@ def _take_over(state: dict[str, Any], name: str, value: Any, *, as_number: bool)
     if not same:
         raise CheckpointError(
             f"parameters of one param group have different {name!r} in the checkpoint: {mine} and {value}.",
-            remedy="DeepSpeed keeps one for all of them: resume under another strategy, or load weights.",
+            remedy="DeepSpeed keeps one value for the group: resume under another strategy, or load weights.",
         )
 
 
 def _read(value: Any) -> Any:
-    """A small value out of a checkpoint: a handle is read now."""
+    """Return a small value of a checkpoint, and read it first if it is a handle."""
     stored = getattr(value, "stored", None)
     if stored is None:
         return value.detach().clone() if isinstance(value, Tensor) else value
     return stored.read(value.key, Box.whole(tuple(value.shape)))
 
 
-# Parameters of stage 3 as user code sees them: whole, from the first touch on.
+# User code sees full parameters under stage 3.
 #
-# Outside of its layers' forward and backward a parameter is cut: a rank holds a flat part of it. Meanwhile
-# core's guard answers for it. When user code computes with it, reads its data or writes into it, it is
-# gathered and stays whole until the step goes on, which takes what was written. All ranks must do so.
-# DeepSpeed's code runs in local mode from where it is entered (`show_partitions`), and so does ours.
+# A parameter is sharded outside the forward and backward of its layers, and core's guard stands in for it.
+# The first access by user code gathers the parameter: a computation, a read of its data, or a write. The
+# parameter stays gathered until the step continues, and the step then copies written values. A gather is
+# collective, so every rank must access the parameter.
+# DeepSpeed's own code must see shards, so its entry points run in local mode (`show_partitions`).
 
 
-class CutParameter(Part):
-    """What is known of a parameter of stage 3: its own object becomes the whole.
+class ShardedParameter(Part):
+    """The guard's view of a stage 3 parameter, which unshards the parameter in place.
 
     Args:
-        parameter: One that DeepSpeed has cut.
+        parameter: A parameter that DeepSpeed has sharded.
     """
 
     is_copied_as_stored = True
@@ -420,13 +442,13 @@ class CutParameter(Part):
 
     def whole(self) -> Tensor:  # noqa: D102
         gather_for_user([self._parameter])
-        return self._parameter  # which has its own class until it is cut again
+        return self._parameter  # the guard gives it its own class until it is sharded again
 
     def value(self) -> Tensor:  # noqa: D102
         return self.whole()
 
     def flush(self) -> None:
-        """Do nothing: `release_touched` takes what was written."""
+        """Do nothing: `release_touched` copies written values."""
 
     def assign(self, whole: Tensor) -> None:  # noqa: D102
         gather_for_user([self._parameter])
@@ -444,14 +466,18 @@ class CutParameter(Part):
             return register(self._parameter, hook)
 
     def attributes(self) -> dict[str, Any]:
-        """Nothing, as of a copy of torch's own: DeepSpeed attaches its groups and methods."""
+        """Return nothing: a copy of the parameter has none of DeepSpeed's groups and methods."""
         return {}
 
 
 def assign_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    """Set ``p.grad``, also where the parameter is a part or has another dtype than the gradient."""
+    """Set ``p.grad``, also for a sharded parameter or a gradient of another dtype.
+
+    torch compares the gradient's shape and dtype with the parameter's. So the parameter takes the gradient's
+    shape while ``p.grad`` is set, in an expanded tensor without memory of its own.
+    """
     with local_mode():
-        parameter.grad = None  # before it may be of another dtype
+        parameter.grad = None  # the old gradient may have another dtype than the next `grad_dtype`
         if gradient is None:
             return
         present = parameter.data
@@ -461,23 +487,27 @@ def assign_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
         parameter.data = present
 
 
-# Gradients as PyTorch has them, whole and in ``p.grad``, while user code may look at them.
+# User code sees full gradients in ``p.grad``, as PyTorch shows them.
 #
-# DeepSpeed keeps the reduced gradients in flat partitions. They are gathered from there where somebody may
-# look (`show`), and what user code left is written back before the step (`write_back`). From then on until
-# they are dropped, gradients stay visible, and another backward adds to them, as in one process.
+# DeepSpeed keeps the reduced gradients in flat partitions. `show` gathers them before code that may read
+# them, and `write_back` copies them into the partitions before the step, because user code may have
+# changed them. Gradients stay visible after the step until user code drops them, and another backward adds
+# to them, as on a single device.
 
 
-_ELEMENTS_AT_ONCE = 2**24
-"""How many elements are gathered in one collective."""
+_CHUNK_ELEMENTS = 2**24
+"""Elements gathered in one collective, which bounds the memory of the flat buffer."""
 
 
-class WholeGradients:
-    """The gradients of a module that DeepSpeed trains, as user code sees them.
+class GatheredGradients:
+    """The full gradients of a module that DeepSpeed trains, in ``p.grad`` where user code reads them.
 
     Args:
-        partitions: The partitions in which DeepSpeed keeps them.
+        partitions: The partitions that hold DeepSpeed's reduced gradients.
         device: The device of the module.
+
+    Attributes:
+        are_shown: True while ``p.grad`` holds the gradients.
     """
 
     def __init__(self, partitions: Partitions, *, device: torch.device) -> None:
@@ -488,21 +518,23 @@ class WholeGradients:
 
     @torch.no_grad()
     def show(self, unused: Collection[nn.Parameter]) -> None:
-        """Put the reduced gradients into ``p.grad``, added to what user code left there. Collective.
+        """Gather the reduced gradients into ``p.grad``. Collective.
+
+        Gradients that user code left there are added.
 
         Args:
-            unused: The parameters that have none.
+            unused: The parameters without a gradient.
         """
         for parameter, gradient in self._gather(unused):
             earlier = self._earlier.pop(parameter, None)
             assign_gradient(parameter, gradient if earlier is None else earlier.add_(gradient))
         self.are_shown = True
 
-    def put_aside(self) -> Collection[nn.Parameter]:
-        """Before a backward: take the visible gradients away; they count again when it is over.
+    def hide(self) -> Collection[nn.Parameter]:
+        """Take the visible gradients out of ``p.grad`` before a backward; `show` adds them afterwards.
 
         Returns:
-            The parameters that have one.
+            The parameters with a gradient.
         """
         self._earlier = self._take()
         self.are_shown = False
@@ -510,32 +542,32 @@ class WholeGradients:
 
     @torch.no_grad()
     def write_back(self) -> dict[nn.Parameter, Tensor] | None:
-        """Before the step: give the partitions what user code left.
+        """Copy the gradients that user code left into the partitions, before the step.
 
         Returns:
-            What was visible, for `show_again`; None where every gradient is None, with which no step changes
-            anything.
+            The visible gradients, for `show_again`. None if every gradient is None, because such a step
+            changes nothing.
         """
         left = self._take()
         if self.are_shown and not left:
-            return None
-        parts = self._partitions.gradient_parts() if left or self._earlier else {}
-        for parameter, (start, part) in parts.items():
+            return None  # user code set every gradient to None
+        shards = self._partitions.gradient_shards() if left or self._earlier else {}
+        for parameter, (start, shard) in shards.items():
             if parameter in left:
-                part.copy_(left[parameter].reshape(-1).narrow(0, start, part.numel()))
-            elif parameter in self._earlier:
+                shard.copy_(left[parameter].reshape(-1).narrow(0, start, shard.numel()))
+            elif parameter in self._earlier:  # hidden by a backward, and not shown since
                 earlier = self._earlier[parameter].reshape(-1)
-                part.add_(earlier.narrow(0, start, part.numel()))
+                shard.add_(earlier.narrow(0, start, shard.numel()))
         self._earlier = {}
         return left
 
     def show_again(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """After the step: gradients stay where they are until somebody drops them."""
+        """Put gradients back into ``p.grad`` after the step, where they stay until user code drops them."""
         for parameter, gradient in gradients.items():
             assign_gradient(parameter, gradient)
 
     def forget(self) -> None:
-        """Drop them."""
+        """Drop all gradients."""
         self._take()
         self._earlier = {}
         self.are_shown = False
@@ -552,19 +584,21 @@ class WholeGradients:
         return taken
 
     def _gather(self, unused: Collection[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        parts = self._partitions.gradient_parts()
+        shards = self._partitions.gradient_shards()
         for chunk in self._chunks(set(unused)):
             sizes = [self._partitions.shape(parameter).numel() for parameter in chunk]
             flat = torch.zeros(sum(sizes), dtype=torch.float32, device=self._device)
-            wholes = torch.split(flat, sizes)
-            for parameter, whole in zip(chunk, wholes, strict=True):
-                if parameter in parts:
-                    start, part = parts[parameter]
-                    whole.narrow(0, start, part.numel()).copy_(part)
+            gathered = torch.split(flat, sizes)
+            for parameter, full in zip(chunk, gathered, strict=True):
+                if parameter in shards:
+                    start, shard = shards[parameter]
+                    full.narrow(0, start, shard.numel()).copy_(shard)
             if dist.get_world_size() > 1:
-                dist.all_reduce(flat)  # every element lies on one rank; adding zeros changes none
-            for parameter, whole in zip(chunk, wholes, strict=True):
-                yield parameter, whole.view(self._partitions.shape(parameter))
+                # Exact: one rank holds each element and the others add zeros. One collective for many
+                # parameters also works where a rank holds no range of some of them.
+                dist.all_reduce(flat)
+            for parameter, full in zip(chunk, gathered, strict=True):
+                yield parameter, full.view(self._partitions.shape(parameter))
 
     def _chunks(self, unused: Collection[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         chunk: list[nn.Parameter] = []
@@ -573,7 +607,7 @@ class WholeGradients:
             if parameter in unused:
                 continue
             numel = self._partitions.shape(parameter).numel()
-            if chunk and held + numel > _ELEMENTS_AT_ONCE:
+            if chunk and held + numel > _CHUNK_ELEMENTS:
                 yield chunk
                 chunk, held = [], 0
             chunk.append(parameter)

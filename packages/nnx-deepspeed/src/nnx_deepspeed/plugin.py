@@ -1,4 +1,4 @@
-"""The front door of the plugin: what it offers, as data."""
+"""Describe the strategies and checkpoint formats of this plugin, as data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _STAGE_3 = replace(
     shards_parameters=True,
     refuses=(
         *_STAGE_2.refuses,
-        # Ranks cannot gather different layers; layers below `persistence_threshold` are whole and may differ.
+        # Ranks cannot gather different layers. Layers below `persistence_threshold` are replicated, so ranks
+        # may use different ones.
         *("swapped_experts", "swapped_by_turns", "swapped_while_accumulating", "layer_of_one_rank"),
         *("experts_in_a_list", "experts_of_any_shape", "head_per_task", "branches_per_sample"),
         *("skipped_blocks", "gradient_penalty", "two_backward_passes", "gradient_of_a_weight"),
@@ -57,7 +58,7 @@ def _spec(
 
 @hookimpl
 def nnx_strategies() -> list[StrategySpec]:
-    """The ZeRO stages."""
+    """Return the ZeRO stages."""
     return [
         _spec(
             "nnx_deepspeed_1",
@@ -94,7 +95,7 @@ def nnx_strategies() -> list[StrategySpec]:
 
 @hookimpl
 def nnx_checkpoint_formats() -> list[CheckpointFormatSpec]:
-    """The directories that DeepSpeed itself saves."""
+    """Return the format of the directories that DeepSpeed saves."""
     return [
         CheckpointFormatSpec(
             "deepspeed",

@@ -1,4 +1,4 @@
-"""Parameters that a step does not use."""
+"""Leave parameters that a step does not use unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from nnx_core._torch_compat import shadow_of
 from nnx_core.errors import UnsupportedError
-from nnx_deepspeed._operators_compat import counts_by_number
+from nnx_deepspeed._operators_compat import counts_steps_as_int
 from nnx_deepspeed.partitions import (
     Partitions,
 )
@@ -21,7 +21,7 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
 def shadow_for_partitions(optimizer: OptimizerT) -> OptimizerT:
-    """An optimizer of the same class and settings over the parameters that train, without state or hooks."""
+    """Return an optimizer of the same class and settings for trained parameters, without state or hooks."""
     groups = [
         {**group, "params": trainable}
         for group in optimizer.param_groups
@@ -30,23 +30,24 @@ def shadow_for_partitions(optimizer: OptimizerT) -> OptimizerT:
     return shadow_of(optimizer, groups)
 
 
-# They stay as they are, as in PyTorch, where their gradient is None.
+# PyTorch leaves a parameter unchanged if its gradient is None. nnx does the same under DeepSpeed.
 #
-# DeepSpeed steps whole flat partitions, in which such a parameter has a gradient of zero: momentum, Adam and
-# weight decay would move it. So its elements of masters and optimizer state are put back right after the
-# optimizer's step, before weights are made of the masters. What remains is that a partition counts its steps
-# as one, by which Adam corrects its averages: a parameter that is used again is refused where that matters.
+# DeepSpeed steps full flat partitions, in which an unused parameter has a gradient of zero. Momentum, Adam
+# and weight decay would move it. So nnx restores its elements of masters and optimizer state right after the
+# optimizer's step, before DeepSpeed makes weights from the masters. One difference remains: a partition has
+# one count of steps, and Adam corrects its averages by it. So nnx refuses a parameter that is used again, if
+# the optimizer depends on that count.
 
 
 _USES = ((True, False), (True, True), (True, False), (True, True), (True, True))
-"""In a trial, which of two parameters each step uses."""
+"""The steps of a trial: for each of two parameters, True if the step uses it."""
 
 
 class UnusedParameters:
-    """Keeps what a step does not use as it is.
+    """Leaves parameters that a step does not use unchanged.
 
     Args:
-        partitions: The partitions in which parameters lie; they count the steps that were missed.
+        partitions: The partitions of the parameters, which also count missed steps.
         shadow: The optimizer that DeepSpeed steps.
         names: The names of the parameters, for errors.
     """
@@ -58,28 +59,28 @@ class UnusedParameters:
         self._allows_gaps: bool | None = None
 
     @contextmanager
-    def left_alone(self, unused: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Around DeepSpeed's step.
+    def preserved(self, unused: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Preserve unused parameters during DeepSpeed's step.
 
         Args:
-            unused: The trained parameters whose gradient is None, the same on every rank.
+            unused: The trained parameters with a gradient of None, the same on every rank.
 
         Raises:
-            UnsupportedError: One that missed a step is used again, and the optimizer counts steps.
+            UnsupportedError: A parameter that missed a step is used again, and the optimizer counts steps.
         """
         self._refuse_return(unused)
         if not unused:
             yield
         else:
-            kept: dict[Tensor, list[_Kept]] = {}
+            snapshots: dict[Tensor, list[_Snapshot]] = {}
             for parameter in unused:
                 found = self._partitions.range_of(parameter)
                 if found is not None:
                     flat, start, length = found
-                    kept.setdefault(flat, []).append(
-                        _Kept(flat, start, length, self._shadow.state.get(flat, {}))
+                    snapshots.setdefault(flat, []).append(
+                        _Snapshot(flat, start, length, self._shadow.state.get(flat, {}))
                     )
-            hook = self._shadow.register_step_post_hook(_putting_back(kept))
+            hook = self._shadow.register_step_post_hook(_restoring_hook(snapshots))
             try:
                 yield
             finally:
@@ -95,15 +96,15 @@ class UnusedParameters:
         if not self._allows_gaps:
             name = next(self._names[p] for p in self._partitions.parameters() if p in returning)
             raise UnsupportedError(
-                f"{name} is used in this step and was not in an earlier one; DeepSpeed "
+                f"{name} is used in this step and was not used in an earlier one; DeepSpeed "
                 f"counts the steps of {type(self._shadow).__name__} for all parameters of a group together.",
-                remedy="Use every parameter in each step, freeze it (`requires_grad_(False)`) where it is "
-                "built, train with SGD, or use strategy 'fsdp_auto'.",
+                remedy="Use every parameter in each step, freeze it (`requires_grad_(False)`) before "
+                "training, train with SGD, or use strategy 'fsdp_auto'.",
             )
 
 
-class _Kept:
-    """The elements of a flat partition that belong to one parameter, and of the state beside it."""
+class _Snapshot:
+    """A copy of the elements of a flat partition that belong to one parameter, and of their state."""
 
     def __init__(self, flat: Tensor, start: int, length: int, state: Mapping[str, Any]) -> None:
         self._flat, self._range = flat, (0, start, length)
@@ -111,15 +112,15 @@ class _Kept:
         self._state = {
             name: value.narrow(*self._range).clone()
             for name, value in state.items()
-            if _lies_like(value, flat)
+            if _has_layout_of(value, flat)
         }
 
     @torch.no_grad()
-    def put_back(self, state: Mapping[str, Any]) -> None:
-        """Write them where they were; state that the step has made begins with zeros."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Write the copy back, and zero state that the step has created."""
         self._flat.detach().narrow(*self._range).copy_(self._master)
         for name, value in state.items():
-            if not _lies_like(value, self._flat):
+            if not _has_layout_of(value, self._flat):
                 continue
             if name in self._state:
                 value.narrow(*self._range).copy_(self._state[name])
@@ -127,51 +128,56 @@ class _Kept:
                 value.narrow(*self._range).zero_()
 
 
-def _lies_like(value: Any, flat: Tensor) -> bool:
+def _has_layout_of(value: Any, flat: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == flat.shape
 
 
-def _putting_back(kept: Mapping[Tensor, Sequence[_Kept]]) -> Any:
-    """A hook that runs after each step of an optimizer, which may be one of one group."""
+def _restoring_hook(snapshots: Mapping[Tensor, Sequence[_Snapshot]]) -> Any:
+    """Return a post-step hook that restores snapshots. The optimizer may hold one group of several."""
 
-    def put_back(optimizer: Optimizer, *_: Any) -> None:
+    def restore(optimizer: Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             for flat in group["params"]:
-                for elements in kept.get(flat, ()):
-                    elements.put_back(optimizer.state[flat])
+                for snapshot in snapshots.get(flat, ()):
+                    snapshot.restore(optimizer.state[flat])
 
-    return put_back
+    return restore
 
 
 def allows_gaps(shadow: Optimizer) -> bool:
-    """Return True if a parameter that misses steps is updated as if it were alone; found out by trying."""
-    if counts_by_number(shadow):  # DeepSpeed's own, whose operators take no tensors of a trial
+    """Return True if a trial updates a parameter that misses steps as if it had a partition of its own."""
+    if counts_steps_as_int(shadow):  # DeepSpeed's own operators do not accept a trial's tensors
         return False
     try:
         with torch.random.fork_rng(devices=()):
             alone, together = _trial(shadow, in_one=False), _trial(shadow, in_one=True)
-    except Exception:  # whatever a foreign optimizer raises on tensors of the trial's
+    except Exception:  # a foreign optimizer may raise anything on the trial's tensors
         return False
     return torch.allclose(alone, together, rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
 def _trial(shadow: Optimizer, *, in_one: bool) -> Tensor:
-    """Values after steps some of which leave a parameter out: in one partition with another, or apart."""
+    """Return values after steps that leave a parameter out at times.
+
+    The two parameters share a partition if `in_one` is true, and have one each otherwise.
+    """
     optimizer = shadow_for_partitions(shadow)
     results = []
     for group in shadow.param_groups:
         values = torch.linspace(-1.0, 2.0, 8, dtype=torch.float64)
-        tensors = [nn.Parameter(part.clone()) for part in ([values] if in_one else torch.split(values, 4))]
-        rate = {"lr": 0.1} if "lr" in group else {}  # which may be zero now
+        tensors = [
+            nn.Parameter(tensor.clone()) for tensor in ([values] if in_one else torch.split(values, 4))
+        ]
+        rate = {"lr": 0.1} if "lr" in group else {}  # the present rate may be zero, which hides differences
         optimizer.param_groups = [{**group, **rate, "params": tensors}]
         for number, uses in enumerate(_USES):
             gradients = torch.cos(values * (number + 1))
             if in_one:
                 tensors[0].grad = torch.cat([gradients[:4], gradients[4:] if uses[1] else gradients[4:] * 0])
-                kept = [] if uses[1] else [_Kept(tensors[0], 4, 4, optimizer.state[tensors[0]])]
+                snapshots = [] if uses[1] else [_Snapshot(tensors[0], 4, 4, optimizer.state[tensors[0]])]
                 optimizer.step()
-                for elements in kept:
-                    elements.put_back(optimizer.state[tensors[0]])
+                for snapshot in snapshots:
+                    snapshot.restore(optimizer.state[tensors[0]])
             else:
                 for tensor, gradient, is_used in zip(tensors, torch.split(gradients, 4), uses, strict=True):
                     tensor.grad = gradient.clone() if is_used else None

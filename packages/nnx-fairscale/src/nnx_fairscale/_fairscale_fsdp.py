@@ -1,13 +1,12 @@
-"""One sharded unit: fairscale's FSDP (0.4.13) around a part of the model that stays where it is.
+"""Shard one unit with fairscale's FSDP (0.4.13), and leave the user's modules in place.
 
-fairscale's wrapper wants to replace a module in the tree, its parameters by one flat parameter, and their
-names by its own. Here it stands beside the tree instead. The user's parameter objects stay registered under
-their names; between steps their data are views on this rank's shard of the flat parameter, and so are their
-gradients, so that any element-wise optimizer over them updates the shard. During forward and backward the
-modules hold, in the parameters' places, views on the gathered flat parameter that fairscale computes with.
+fairscale's wrapper replaces a module in the tree, its parameters by one flat parameter, and their names by
+its own. Here the wrapper stands outside of the tree. The user's parameter objects stay registered under their
+names. Between steps their data and gradients are views of this rank's shard of the flat parameter, so any
+elementwise optimizer over them updates the shard. During forward and backward the modules hold views of the
+gathered flat parameter instead, and fairscale computes with it.
 
-Every private name of fairscale's FSDP that nnx uses is in this file, and so is `HostShim`, without which that
-FSDP does not run on CPU.
+Only this file uses private names of fairscale's FSDP. `HostShim`, also here, makes that FSDP run on CPU.
 """
 
 from __future__ import annotations
@@ -38,32 +37,39 @@ from nnx_core.agree.watch import Writes, checksum
 from nnx_core.errors import UnsupportedError
 
 _MARK = "_is_sharded"
-_OURS = frozenset({_MARK, "_part"})
-_LEFT_BEHIND = ("_is_sharded", "_orig_size", "_fp32_shard", "_fp16_shard", "_full_param_padded", "_cpu_grad")
+_NNX_ATTRIBUTES = frozenset({_MARK, "_part"})
+_FAIRSCALE_ATTRIBUTES = (
+    "_is_sharded",
+    "_orig_size",
+    "_fp32_shard",
+    "_fp16_shard",
+    "_full_param_padded",
+    "_cpu_grad",
+)
 
 
 def is_taken(parameter: nn.Parameter) -> bool:
-    """Return True if a unit has the parameter already, or it was left out."""
+    """Return True if a unit already has the parameter, or the parameter was left out."""
     return hasattr(parameter, _MARK)
 
 
 def leave_out(parameter: nn.Parameter) -> None:
-    """Let no unit take the parameter: it stays whole on every rank."""
+    """Exclude the parameter from all units, so that it stays replicated."""
     setattr(parameter, _MARK, False)
 
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """A parameter of the user's, and the range of it that this rank holds.
+    """A parameter, and the range of it that this rank holds.
 
     Attributes:
-        parameter: The user's own object; between steps its data are this rank's elements.
-        shape: Shape of the whole parameter.
-        start: Flat index, in the whole parameter, of the first element held here.
-        length: Number of elements held here; tensors of the parameter may have padding behind them.
-        begin: Flat index, in the tensor that is communicated, of the whole parameter's first element.
-        places: The modules that hold the parameter, each with the name it has there.
-        shown: The tensor that is in its places while it is gathered.
+        parameter: The user's own object. Between steps its data are this rank's elements.
+        shape: The shape of the full parameter.
+        start: The flat index of the first local element in the full parameter.
+        length: The number of local elements; tensors of the parameter may have padding behind them.
+        begin: The flat index of the parameter's first element in the flat parameter.
+        places: The modules that hold the parameter, each with the parameter's name there.
+        shown: The tensor that the modules hold while the parameter is gathered.
     """
 
     parameter: nn.Parameter
@@ -75,26 +81,26 @@ class Piece:
     shown: Tensor | None = None
 
     def is_in_place(self) -> bool:
-        """Return True if the modules that held the parameter still do, it or what is shown of it."""
+        """Return True if the modules still hold the parameter or the tensor shown for it."""
         there = [owner._parameters.get(name) for owner, name in self.places]
         return all(held is not None and (held is self.parameter or held is self.shown) for held in there)
 
     def shard(self, tensor: Tensor) -> Shard:
-        """Where a tensor with this rank's elements, of the parameter or of its optimizer state, lies."""
+        """Describe the shard of the parameter or its optimizer state that a tensor holds."""
         return shard_of_range(tensor.detach()[: self.length], shape=self.shape, start=self.start)
 
 
 class _View(nn.Parameter):
-    """A parameter while its unit is gathered: a view on the flat one, whose changes reach the shard.
+    """A parameter of a gathered unit: a view of the flat parameter, so that changes reach the shard.
 
-    It is no guard, for the reason that `nnx_fsdp._torch_compat.GatheredWeight` gives.
+    The class is no guard, for the reason in `nnx_fsdp._torch_compat.GatheredWeight`.
     """
 
     unit: Unit
 
     @property
     def data(self) -> Tensor:
-        """The same memory without a history; the unit cannot see what is done to it, and looks."""
+        """The same memory without autograd history. The unit cannot see writes to it, so it assumes one."""
         self.unit.may_be_written = True
         return self.detach()
 
@@ -103,7 +109,10 @@ class _View(nn.Parameter):
         self.data.copy_(value)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Call it only where there is a gradient: a node with many outputs has None for what is not used."""
+        """Register a hook that runs only with a gradient.
+
+        A node with many outputs passes None for the gradient of an unused output.
+        """
 
         def called(gradient: Tensor | None) -> Tensor | None:
             return None if gradient is None else hook(gradient)
@@ -111,13 +120,16 @@ class _View(nn.Parameter):
         return super().register_hook(called)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A parameter of its own."""
+        """Return a parameter with its own memory."""
         copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied
 
 
 class _Unflatten(torch.autograd.Function):
-    """The parameters in a flat one, as tensors of its memory; in-place changes forbid views of one split."""
+    """Return the parameters in a flat parameter, as tensors that share its memory.
+
+    Views of one split would forbid in-place changes.
+    """
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, shapes: Sequence[torch.Size]) -> tuple[Tensor, ...]:
@@ -131,11 +143,11 @@ class _Unflatten(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
-        parts = [
+        flattened = [
             torch.zeros(shape.numel(), **ctx.options) if gradient is None else gradient.reshape(-1)
             for gradient, shape in zip(gradients, ctx.shapes, strict=True)
         ]
-        return torch.cat(parts), None
+        return torch.cat(flattened), None
 
 
 @cache
@@ -144,7 +156,10 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 class _Carrier(nn.Module):
-    """What the wrapper wraps: it knows the unit's modules and its nested units, and runs what it is given."""
+    """The module that fairscale's wrapper wraps.
+
+    It holds the unit's modules and nested units, and runs a call.
+    """
 
     def __init__(self, module: nn.Module, nested: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -156,12 +171,12 @@ class _Carrier(nn.Module):
 
 
 class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no types
-    """A module whose parameters are gathered and reduced together.
+    """A module with parameters that are gathered and reduced together.
 
     Args:
-        module: The part of the model; what nested units hold of it is theirs.
-        nested: Units inside of it.
-        stream: On CPU, what stands in for the CUDA streams.
+        module: The module. Parameters of nested units belong to these.
+        nested: The units inside of it.
+        stream: The stand-in for CUDA streams on CPU.
         **settings: Arguments of fairscale's FSDP.
     """
 
@@ -172,7 +187,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
     ) -> None:
         places = _places(module)
         trainable = {parameter: parameter.requires_grad for parameter in places}
-        for parameter in places:  # one flat parameter holds frozen and trainable ones
+        for parameter in places:  # one flat parameter holds both frozen and trainable parameters
             parameter.requires_grad_(True)
             parameter.grad = None
         order = {owner: list(owner._parameters) for where in places.values() for owner, _ in where}
@@ -181,7 +196,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         self._stream = stream
         self._views: list[Tensor] = []
         self._used: set[int] = set()
-        self._last_used = self._comes_from = 0
+        self._last_used = self._backward_id = 0
         self._views_version = 0
         self.may_be_written = self.is_shown = self.in_backward = False
         self.order: CollectiveOrder | None = None
@@ -197,10 +212,10 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
             parameter.requires_grad_(requires_grad)
 
     def belong_to(self, root: Unit | None) -> None:
-        """Say which unit is that of the whole model.
+        """Set the unit of the full model.
 
-        It is no submodule of this one: the root would be its own child, and who walks down children, such as
-        `torch.utils.module_tracker` for a summary of the model, would find no end.
+        The root is no submodule of this unit, because it would be its own child. A walk over children, as of
+        `torch.utils.module_tracker`, would never end.
         """
         self.__dict__["root"] = root
 
@@ -231,20 +246,22 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
             owner._parameters.update(held)
 
     def gather(self, at_end: Callable[..., Tensor]) -> dict[nn.Parameter, Tensor]:
-        """What this rank keeps of every parameter of the unit, in memory of its own. Collective.
+        """Return the tensor that this rank keeps of every parameter, in its own memory. Collective.
 
         Args:
-            at_end: `Backend.at_end`, of the unit's flat parameter.
+            at_end: `Backend.at_end`, for the unit's flat parameter.
         """
         found = {}
         for flat in self.params:
             local = flat._fp32_shard
             shape = (self.world_size * local.numel(),)
-            whole = at_end(partial(self._gather, flat), shape=shape, dtype=local.dtype)
+            full = at_end(partial(self._gather, flat), shape=shape, dtype=local.dtype)
             for piece in self.pieces:
-                elements = whole[piece.begin : piece.begin + piece.shape.numel()]
+                elements = full[piece.begin : piece.begin + piece.shape.numel()]
                 own = elements.view(piece.shape)
-                found[piece.parameter] = own.clone() if whole.is_contiguous() else own  # takes no memory
+                found[piece.parameter] = (
+                    own.clone() if full.is_contiguous() else own
+                )  # a placeholder takes no memory
         return found
 
     def _gather(self, flat: Tensor) -> Tensor:
@@ -252,12 +269,12 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         if self.world_size == 1:
             return shard
         shard = shard.to(self.compute_device)
-        whole = shard.new_empty(self.world_size * shard.numel())
-        dist.all_gather_into_tensor(whole, shard, group=self.process_group)
-        return whole
+        full = shard.new_empty(self.world_size * shard.numel())
+        dist.all_gather_into_tensor(full, shard, group=self.process_group)
+        return full
 
     def remove(self) -> None:
-        """Take everything off the user's parameters and modules but their data, which are not whole."""
+        """Remove all of fairscale's attributes and hooks; parameters keep their shards as data."""
         self._hide()
         self._views.clear()
         for parameter in (*self.params, *(piece.parameter for piece in self.pieces)):
@@ -265,13 +282,13 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
             _, hook = parameter.__dict__.pop("_shard_bwd_hook", (None, None))
             if hook is not None:  # the graph's node and the parameter would keep each other alive
                 hook.remove()
-            for name in _LEFT_BEHIND:
+            for name in _FAIRSCALE_ATTRIBUTES:
                 parameter.__dict__.pop(name, None)
         self._reducer = None
-        ReduceScatterBucketer._get_shard_size.cache_clear()  # it keeps every reducer that ever asked
+        ReduceScatterBucketer._get_shard_size.cache_clear()  # the cache keeps every reducer alive
 
     def _make_views(self) -> None:
-        """What fairscale does in each forward: give the modules views on the gathered flat parameter."""
+        """Give the modules views of the gathered flat parameter, in place of fairscale's own."""
         flat = self.params[0]
         with local_mode():
             views = _Unflatten.apply(flat, [piece.shape for piece in self.pieces])  # type: ignore[no-untyped-call]
@@ -288,13 +305,15 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         return sum(view._version for view in self._views)
 
     def _view(self, view: Tensor, piece: Piece, index: int) -> Tensor:
-        """What takes a parameter's place in a forward, with the hooks and attributes of the parameter."""
+        """Return the tensor for a parameter in a forward, with the parameter's hooks and attributes."""
         parameter = piece.parameter
         if not parameter.requires_grad:
             view = view.detach()
         view.__class__ = _View
         view.unit = self  # type: ignore[attr-defined]
-        vars(view).update({name: value for name, value in vars(parameter).items() if name not in _OURS})
+        vars(view).update(
+            {name: value for name, value in vars(parameter).items() if name not in _NNX_ATTRIBUTES}
+        )
         if view.requires_grad and torch.is_grad_enabled():
             view.register_hook(partial(self._note_use, index))  # type: ignore[no-untyped-call]
             for hook in (parameter._backward_hooks or {}).values():
@@ -306,7 +325,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         self._last_used = index
 
     def _follow_places(self) -> None:
-        """Find parameters that user code has given other names, as pruning does."""
+        """Find parameters that user code has renamed, as pruning does."""
         if all(piece.is_in_place() for piece in self.pieces):
             return
         found: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
@@ -318,7 +337,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
             piece.places = found.get(id(piece.parameter)) or piece.places
 
     def _show(self) -> None:
-        """Put views in the parameters' places; what ``functional_call`` has put there stays."""
+        """Put views in place of the parameters; tensors set by ``functional_call`` stay."""
         self.is_shown = True
         for view, piece in zip(self._views, self.pieces, strict=True):
             before, piece.shown = piece.shown, view
@@ -326,21 +345,21 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
                 there = owner._parameters.get(name)
                 if there is piece.parameter or (there is not None and there is before):
                     owner._parameters[name] = view  # type: ignore[assignment]
-                    _tell_recurrent(owner, name, view)
+                    _update_flat_weights(owner, name, view)
 
     def _hide(self) -> None:
         self.is_shown = False
         for piece in self.pieces:
             view, piece.shown = piece.shown, None
             for owner, name in piece.places:
-                owner.__dict__.pop(name, None)  # fairscale's own views, before there were any of ours
+                owner.__dict__.pop(name, None)  # fairscale's own view, from before the first one of nnx
                 if view is not None and owner._parameters.get(name) is view:
                     owner._parameters[name] = piece.parameter
-                    _tell_recurrent(owner, name, piece.parameter)
+                    _update_flat_weights(owner, name, piece.parameter)
 
     @torch.no_grad()
-    def _take_written(self) -> None:
-        """Write into the shard what a forward has written into the gathered parameters."""
+    def _save_written(self) -> None:
+        """Copy values that a forward has written into the gathered parameters to the shard."""
         if not self._views or not (self.may_be_written or self._version_of_views() != self._views_version):
             return
         flat = self.params[0]
@@ -360,23 +379,23 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
 
     @property
     def shard_size(self) -> int:
-        """Elements of the flat parameter that each rank has."""
+        """The number of elements of the flat parameter on each rank."""
         return int(self.params[0]._fp32_shard.numel())
 
     def view_of(self, piece: Piece) -> Tensor | None:
-        """What the last forward computed with."""
+        """Return the tensor that the last forward used for a parameter."""
         views = zip(self._views, self.pieces, strict=False)
         return next((view for view, other in views if other is piece), None)
 
     def unreduced_gradient(self, piece: Piece) -> Tensor | None:
-        """This rank's own gradient of a parameter while gradients accumulate."""
+        """Return this rank's own gradient of a parameter while gradients accumulate."""
         flat = self.params[0]
         if flat.grad is None or self.world_size == 1 or flat.grad.shape != flat._orig_size:
             return None
-        part: Tensor = flat.grad[piece.begin : piece.begin + piece.shape.numel()]
-        return part.view(piece.shape)
+        gradient: Tensor = flat.grad[piece.begin : piece.begin + piece.shape.numel()]
+        return gradient.view(piece.shape)
 
-    def _arrive(self, what: str, cause: str = "") -> None:
+    def _announce(self, what: str, cause: str = "") -> None:
         if self.order is not None and self.world_size > 1:
             self.order.arrive(f"{what} of {self.label}", cause=cause)
 
@@ -388,7 +407,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
 
         def run() -> Any:
             result = call()
-            self._take_written()
+            self._save_written()
             return result
 
         try:
@@ -400,34 +419,34 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
 
     @property
     def is_busy(self) -> bool:
-        """True if a forward or a backward of the unit is going on."""
+        """True while a forward or a backward of the unit runs."""
         return bool(self.training_state != TrainingState.IDLE)
 
     def become_root(self) -> None:
-        """Let no nested unit take itself for the root when it is called first."""
+        """Make this unit the root, so that a nested unit does not when it is called first."""
         self._lazy_init()
 
     def free(self) -> None:
-        """Drop what is gathered: it may be of weights that have changed since."""
+        """Free gathered parameters, because the weights may have changed since."""
         if not self.is_busy:
             self._free_full_params()
             self._use_fp32_param_shard()
 
     def _rebuild_full_params(self, force_full_precision: bool = False) -> Any:
         self._refuse_inner_gradients()
-        self._notice_what_was_freed()
-        self._comes_from = current_backward()
+        self._check_freed()
+        self._backward_id = current_backward()
         if self.params and not self.has_full_params:
-            self._arrive("the gather")
+            self._announce("the gather")
         gathered = super()._rebuild_full_params(force_full_precision)
-        if self._views:  # backward begins: what is recomputed in it reads the attributes again
+        if self._views:  # backward begins, and recomputed layers read the attributes again
             self._show()
         return gathered
 
     def _use_full_params(self) -> None:
         self._refuse_inner_gradients()
-        self._notice_what_was_freed()
-        self._comes_from = current_backward()
+        self._check_freed()
+        self._backward_id = current_backward()
         if not self.has_full_params:
             self._rebuild_full_params()
         super()._use_full_params()
@@ -435,66 +454,73 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
             self._show()
 
     def _refuse_inner_gradients(self) -> None:
-        """What a gradient through this unit would gather, the backward of the loss would find freed."""
+        """Refuse a gradient that is computed outside of the loss's backward.
+
+        The loss's backward would find its gathered parameters freed.
+        """
         if self.root is None or self.training_state == TrainingState.FORWARD:
             return
         if self.root.training_state == TrainingState.FORWARD or not self.root.in_backward:
             raise UnsupportedError(
-                f"a gradient through {self.label}, which is a unit, is computed other than by the backward "
+                f"a gradient through {self.label}, which is a unit, is computed outside of the backward "
                 "of the strategy.",
-                remedy="For `torch.autograd.grad` in `training_step`, optimize automatically and leave the "
+                remedy="For `torch.autograd.grad` in `training_step`, use automatic optimization and a "
                 "model without units (a larger min_num_params); in place of `loss.backward()`, call "
                 "`self.manual_backward(loss)`; or use strategy 'fairscale_sharded'.",
             )
 
-    def _notice_what_was_freed(self) -> None:
-        """Another backward since may have freed some of what was gathered, or cast, for this one."""
+    def _check_freed(self) -> None:
+        """Note that another backward may have freed gathered or cast parameters of this one."""
         used = [p._full_param_padded if p._is_sharded else p._fp16_shard for p in self.params if p.numel()]
-        if any(whole is not None and not whole.untyped_storage().nbytes() for whole in used):
+        if any(full is not None and not full.untyped_storage().nbytes() for full in used):
             self.has_full_params = False
 
     def _refuse_inner_backward(self) -> None:
-        """A unit is reduced and freed once; a backward inside has the gradients of some layers only."""
-        roots = () if self.root is None else (self.root._comes_from,)
-        if current_backward() in {self._comes_from, *roots}:
+        """Refuse the gradients of a backward inside the backward.
+
+        A unit is reduced and freed once, and a backward inside computes the gradients of some of its layers
+        only.
+        """
+        roots = () if self.root is None else (self.root._backward_id,)
+        if current_backward() in {self._backward_id, *roots}:
             return
         owner, name = self.pieces[self._last_used].places[0]
         raise UnsupportedError(
             f"the gradient of '{name}' of a {type(owner).__name__} comes from a backward inside the "
             f"backward, and fairscale reduces all gradients of {self.label} at once.",
-            remedy="Recompute activations with `use_reentrant=False`; make the layer that is recomputed a "
+            remedy="Recompute activations with `use_reentrant=False`; make the recomputed layer a "
             "unit, by `wrap()` or auto_wrap_policy; or use strategy 'fairscale_sharded' or 'fsdp_auto'.",
         )
 
     def _post_backward_hook(self, param: Tensor, *unused: Any) -> None:
         self._refuse_inner_backward()
         if param.grad is not None and self._require_backward_grad_sync:
-            self._arrive("the reduction")
+            self._announce("the reduction")
         super()._post_backward_hook(param, *unused)
 
     def _prep_grads_for_backward(self) -> None:
-        """When a backward begins, gradients that were dropped since the last one are dropped here too."""
+        """Drop gradients that user code has dropped since the last backward."""
         with local_mode():
             for flat in self.params:
-                self._take_gradients(flat)
+                self._load_gradients(flat)
         super()._prep_grads_for_backward()
 
     @torch.no_grad()
-    def _take_gradients(self, flat: Tensor) -> None:
+    def _load_gradients(self, flat: Tensor) -> None:
         has = {index for index, piece in enumerate(self.pieces) if piece.parameter.grad is not None}
         if flat.grad is None:
             self._used = has  # hooks of this backward's views have yet to fire
-            self._take_given(flat)
+            self._load_given(flat)
         elif not has:
             self._used.clear()
             flat.grad = None
             flat.__dict__.pop("_saved_grad_shard", None)
         else:
             self._used &= has
-            self._take_changed(flat)
+            self._load_changed(flat)
 
-    def _take_changed(self, flat: Any) -> None:
-        """Let a backward add to what user code has made of gradients."""
+    def _load_changed(self, flat: Any) -> None:
+        """Copy gradients that user code has changed, so that a backward adds to them."""
         for index, (piece, mine) in enumerate(zip(self.pieces, self._gradients(flat), strict=True)):
             given = piece.parameter.grad
             if given is None:
@@ -505,8 +531,8 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
                 mine.copy_(given)
                 self._used.add(index)
 
-    def _take_given(self, flat: Any) -> None:
-        """Let a backward add to gradients that user code has made."""
+    def _load_given(self, flat: Any) -> None:
+        """Copy gradients that user code has assigned, so that a backward adds to them."""
         given = [piece for piece in self.pieces if piece.parameter.grad is not None and piece.length]
         if given and flat._is_sharded:
             flat._saved_grad_shard = torch.zeros_like(flat._fp32_shard)
@@ -515,10 +541,11 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
                 flat._saved_grad_shard[at : at + piece.length].copy_(piece.parameter.grad)
 
     @torch.no_grad()
-    def _give_gradients(self) -> None:
-        """Make the user's gradients views on the flat one: its shard, or while accumulating, the whole.
+    def _publish_gradients(self) -> None:
+        """Make the user's gradients views of the flat gradient.
 
-        Under fairscale's mixed precision what it has not reduced is of another dtype, and they are copies.
+        The flat gradient holds this rank's shard, or the full gradient while accumulating. Under fairscale's
+        mixed precision an unreduced gradient has another dtype, so the user's gradients are copies.
         """
         for flat in self.params:
             if flat.grad is None:
@@ -531,28 +558,30 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         gradient = flat.grad
         if gradient is None:
             return []
-        is_whole = gradient.shape == flat._orig_size  # type: ignore[attr-defined]
-        low = 0 if is_whole else self.rank * gradient.numel()
+        is_full = gradient.shape == flat._orig_size  # type: ignore[attr-defined]
+        low = 0 if is_full else self.rank * gradient.numel()
         first = [piece.begin + piece.start - low if piece.length else 0 for piece in self.pieces]
         return [gradient[at : at + piece.length] for at, piece in zip(first, self.pieces, strict=True)]
 
     def _wait_for_post_backward(self) -> None:
-        """When a backward ends, hand its gradients out."""
+        """Publish the gradients at the end of a backward."""
         units = [unit for unit in get_fsdp_instances(self) if unit._pre_backward_hook_has_run]
         if self._require_backward_grad_sync:
             has_any = any(unit.training_state == TrainingState.BACKWARD_POST for unit in units)
-            self._arrive("the end of the gradients", "" if has_any else ", as its loss depends on no weight")
+            self._announce(
+                "the end of the gradients", "" if has_any else ", as its loss depends on no weight"
+            )
         super()._wait_for_post_backward()
         with local_mode():
             for unit in units:
                 unit._hide()
                 unit._views.clear()
-                unit._give_gradients()
+                unit._publish_gradients()
             if self._require_backward_grad_sync:
                 self._drop_unused(get_fsdp_instances(self))
 
     def _drop_unused(self, units: Sequence[Unit]) -> None:
-        """A parameter that no rank has used has zeros in the flat gradient, and none by itself."""
+        """Set gradients of parameters that no rank has used to None; the flat gradient has zeros there."""
         pieces = [(unit, i) for unit in units for i in range(len(unit.pieces))]
         used = used_anywhere([i in unit._used for unit, i in pieces])
         for (unit, i), is_used in zip(pieces, used, strict=True):
@@ -560,7 +589,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
                 unit.pieces[i].parameter.grad = None
 
     def _post_reduction_hook(self, param: Tensor, reduced_grad: Tensor) -> None:
-        """Take a gradient out of the bucket that it was reduced in, so that the bucket can go."""
+        """Copy a gradient out of its bucket, so that the bucket can be freed."""
         if reduced_grad.untyped_storage().nbytes() > reduced_grad.nbytes:
             reduced_grad = reduced_grad.clone()
         super()._post_reduction_hook(param, reduced_grad)
@@ -571,10 +600,10 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
             self._streams.update(dict.fromkeys(STREAMS, self._stream))  # nested units share the dict
 
     def _cast_buffers(self, *args: Any, **kwargs: Any) -> None:
-        """Leave buffers in their dtype: what is cast here would be saved so, and cost its precision."""
+        """Leave buffers in their dtype, because a checkpoint would save cast buffers with lower precision."""
 
     def assert_state(self, state: Any) -> None:
-        """A unit that no gradient has reached is in an earlier state than fairscale expects; that is fine."""
+        """Also accept a unit that no gradient has reached; fairscale expects a later state."""
         states = list(state) if isinstance(state, (list, tuple)) else [state]
         if TrainingState.BACKWARD_POST in states or TrainingState.BACKWARD_PRE in states:
             states += [TrainingState.BACKWARD_PRE, TrainingState.IDLE]
@@ -582,7 +611,7 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
 
 
 def _places(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """For every parameter that no unit has taken, the modules that hold it and its names there."""
+    """Return each parameter outside of units with the modules that hold it and its names there."""
     found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -591,44 +620,44 @@ def _places(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]
     return found
 
 
-def _tell_recurrent(owner: nn.Module, name: str, value: Tensor) -> None:
-    """Torch's recurrent layers keep a list of their weights beside the attributes."""
+def _update_flat_weights(owner: nn.Module, name: str, value: Tensor) -> None:
+    """Update the list of weights that torch's recurrent layers keep in addition to attributes."""
     names = getattr(owner, "_flat_weights_names", ())
     if name in names:
         weights: Any = owner._flat_weights
         weights[names.index(name)] = value
 
 
-# fairscale's FSDP calls CUDA streams without asking whether there are any, and collectives that gloo refuses.
-# While a backend is set up on CPU, `HostShim` puts in place:
+# fairscale's FSDP uses CUDA streams without checking for CUDA, and collectives that gloo refuses. While a
+# backend is set up on CPU, `HostShim` installs:
 #
-# * for fairscale's FSDP module alone, a ``torch`` whose ``cuda`` has one stream that does nothing;
+# * a ``torch`` for fairscale's FSDP module alone, whose ``cuda`` has one stream that does nothing;
 # * ``enable_nccl_base_collectives = False`` in the two modules that read it, as the environment variable
 #   ``ENABLE_NCCL_BASE_COLLECTIVES=0`` would do before the import;
-# * a ``torch.Tensor.record_stream`` that does nothing for CPU tensors, which no stream can hold on to.
+# * a ``torch.Tensor.record_stream`` that does nothing for CPU tensors, which no stream keeps alive.
 #
-# Its removal takes all of it back. On CUDA nothing is touched.
+# The removal of the shim restores everything. On CUDA the shim changes nothing.
 
 
 STREAMS = ("fp32_to_fp16", "all_gather", "post_backward")
-"""The streams that fairscale's FSDP looks up by name."""
+"""The names of the streams that fairscale's FSDP uses."""
 
 _record_stream: Any = Tensor.record_stream
 _base_collectives: bool = fsdp.enable_nccl_base_collectives
 
 
 class NullStream:
-    """Work on the host is done when a call returns, so there is nothing to wait for."""
+    """A stream without pending work, because a call on the host returns when its work is done."""
 
     def wait_stream(self, other: object) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 class _HostCuda:
-    """The part of ``torch.cuda`` that fairscale's FSDP uses."""
+    """The functions of ``torch.cuda`` that fairscale's FSDP uses."""
 
     _stream = NullStream()
 
@@ -646,7 +675,7 @@ class _HostCuda:
 
 
 class _HostTorch:
-    """torch as fairscale's FSDP sees it in a process that computes on the host."""
+    """The ``torch`` module for fairscale's FSDP in a process that computes on the host."""
 
     cuda = _HostCuda()
 
@@ -660,13 +689,13 @@ def _record_stream_of_devices(tensor: Tensor, stream: Any) -> None:
 
 
 class HostShim:
-    """The shim, in place for as long as anyone needs it."""
+    """The shim, installed while it has users."""
 
     _users = 0
 
     @classmethod
     def install(cls) -> NullStream:
-        """Put it in place, or count one more who needs it; returns the one stream there is."""
+        """Install the shim, or count another user, and return its stream."""
         cls._users += 1
         if cls._users == 1:
             cls._set(_HostTorch(), base_collectives=False, record_stream=_record_stream_of_devices)
@@ -674,7 +703,7 @@ class HostShim:
 
     @classmethod
     def remove(cls) -> None:
-        """Take it back when nobody needs it any more."""
+        """Remove the shim after its last user."""
         cls._users -= 1
         if cls._users == 0:
             cls._set(torch, base_collectives=_base_collectives, record_stream=_record_stream)

@@ -1,8 +1,8 @@
-"""Sharded weights that programs saved with fairscale's FSDP: read where they lie, under their original names.
+"""Read sharded weights that programs saved with fairscale's FSDP, under their original names.
 
-Each rank's file of ``torch.save`` holds what ``local_state_dict()`` and ``local_metadata_dict()`` gave, under
-keys of the program's choice. Complete state dicts, and optimizer state that OSS consolidated, are what torch
-itself would have saved; the core's own formats read those.
+Each rank's file of ``torch.save`` holds the results of ``local_state_dict()`` and ``local_metadata_dict()``,
+under keys of the program's choice. Full state dicts, and optimizer state that OSS has consolidated, have
+torch's own format, and the core's formats read them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIGNS = ("param_metadata", "no_broadcast_optim_state")
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """One rank's file."""
+    """The file of one rank."""
 
     path: Path
     weights: Mapping[str, Any]
@@ -41,12 +41,12 @@ class FairscaleShards(CheckpointFormat):
     name = "fairscale"
 
     def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
-        """Return True if the first file of a directory holds the words that fairscale's metadata has."""
+        """Return True if the first file of a directory mentions the keys of fairscale's metadata."""
         files = _files(Path(path))
         return bool(files) and mentions(files[0], *_SIGNS)
 
     def open(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> Checkpoint:
-        """Say where each parameter's elements lie in the files of all ranks.
+        """Locate each parameter's elements in the files of all ranks.
 
         Raises:
             CheckpointError: Files are missing, or do not belong together.
@@ -59,7 +59,7 @@ class FairscaleShards(CheckpointFormat):
 
 
 def _files(path: Path) -> list[Path]:
-    """The files of a directory in the order of the last number in their names, which is the rank."""
+    """Return the files of a directory, ordered by the last number in their names, which is the rank."""
     if not path.is_dir():
         return []
     found = [file for file in path.iterdir() if file.suffix in _SUFFIXES and re.search(r"\d", file.stem)]
@@ -68,11 +68,11 @@ def _files(path: Path) -> list[Path]:
 
 def _read(file: Path, *, weights_only: bool) -> _Rank:
     held = load_torch_file(file, weights_only=weights_only)
-    parts = (
+    mappings = (
         [value for value in held.values() if isinstance(value, Mapping)] if isinstance(held, Mapping) else []
     )
-    metadata = next((part for part in parts if "param_metadata" in part), None)
-    weights = next((part for part in parts if any(isinstance(v, FileTensor) for v in part.values())), None)
+    metadata = next((each for each in mappings if "param_metadata" in each), None)
+    weights = next((m for m in mappings if any(isinstance(v, FileTensor) for v in m.values())), None)
     if metadata is None or weights is None:
         raise CheckpointError(
             f"'{file}' does not hold both the weights and the metadata of a rank.",
@@ -90,12 +90,12 @@ def _fill(contents: Contents, ranks: Sequence[_Rank]) -> None:
         for source, alias in unit.get("shared_param_info", ()):
             contents.aliases[_key(unit, alias)] = _key(unit, source)
     for name in ranks[0].metadata["buffer_names"]:
-        if name in weights:  # persistent ones; every rank has the same
+        if name in weights:  # a persistent buffer, the same on every rank
             contents.add(f"model.{name}", weights[name])
 
 
 def _add_flat(contents: Contents, ranks: Sequence[_Rank], unit: int, flat_name: str) -> None:
-    """Add the parameters that were flattened into one, each as pieces of the ranks' shards."""
+    """Add the parameters of one flat parameter, each as ranges of the ranks' shards."""
     metadata = ranks[0].metadata["param_metadata"][unit]
     layout = metadata["params"][flat_name]
     path = metadata["fsdp_path"]
@@ -117,7 +117,7 @@ def _shards(ranks: Sequence[_Rank], unit: int, flat_name: str, name: str) -> Ite
         if tensor is None or not is_known or tensor.dtype != ranks[0].weights[name].dtype:
             raise CheckpointError(
                 f"'{rank.path}' has no '{name}' like that of '{ranks[0].path.name}'.",
-                remedy="Keep one checkpoint's files, of all of its ranks, in a directory of their own.",
+                remedy="Keep the files of all ranks of one checkpoint in a directory of their own.",
             )
         yield tensor, tensor.numel - units[unit]["params"][flat_name]["padding"]
 

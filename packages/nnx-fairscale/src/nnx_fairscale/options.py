@@ -1,4 +1,7 @@
-"""Options of the fairscale strategies. Standard library only, so that `nnx show` need not import torch."""
+"""Options of the fairscale strategies.
+
+This module needs the standard library only, so that `nnx show` need not import torch.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,18 @@ _DTYPES = ("float32", "float16", "bfloat16")
 
 
 def _dtype_name(value: Any) -> Any:
-    """``torch.float16`` as ``"float16"``; names and None as they are."""
+    """Return ``torch.float16`` as ``"float16"``; names and None stay unchanged."""
     text = str(value)
     return text.removeprefix("torch.") if text.startswith("torch.") else value
 
 
 @dataclass(frozen=True, kw_only=True)
 class FairscaleFSDPOptions:
-    """What changes how fairscale's FSDP is applied to a model."""
+    """Options of fairscale's FSDP."""
 
     cpu_offload: bool = option(
         False,
-        help="Keep shards, gradients and optimizer state in host memory. On CPU it changes nothing.",
+        help="Offload shards, gradients and optimizer state to host memory. No effect on CPU.",
         types=(bool,),
     )
     flatten_parameters: bool = option(
@@ -40,19 +43,19 @@ class FairscaleFSDPOptions:
     )
     reshard_after_forward: bool = option(
         True,
-        help="Free what a unit has gathered after its forward; False keeps it until backward (faster, more "
-        "memory). The root always keeps it.",
+        help="Free gathered parameters after a unit's forward; False keeps them until backward (faster, more "
+        "memory). The root unit always keeps its own.",
         types=(bool,),
     )
     move_grads_to_cpu: bool | None = option(
         None,
-        help="Keep reduced gradients in host memory; by default as cpu_offload. On CPU it changes nothing.",
+        help="Offload reduced gradients to host memory. Default: the same as cpu_offload. No effect on CPU.",
         types=(bool,),
     )
     fp32_reduce_scatter: bool | None = option(
         None,
-        help="With compute_dtype, reduce gradients in float32 all the same. Any value that is not None also "
-        "turns on fairscale's own mixed precision, in float16 unless compute_dtype says otherwise.",
+        help="Reduce gradients in float32 despite compute_dtype. Any value but None also turns on "
+        "fairscale's own mixed precision, in float16 unless compute_dtype is set.",
         types=(bool,),
     )
     compute_dtype: str | None = option(
@@ -62,22 +65,22 @@ class FairscaleFSDPOptions:
         choices=(None, *_DTYPES),
     )
     bucket_cap_mb: int = option(
-        25, help="Gradients are reduced in buckets of this size; 0 reduces each by itself.", types=(int,)
+        25, help="Megabytes of the buckets that reduce gradients; 0 reduces each one alone.", types=(int,)
     )
     min_num_params: int = option(
         100_000_000,
-        help="Modules with so many parameters that are in no other unit become a unit of their own.",
+        help="Modules with this many parameters outside of other units become units.",
         types=(int, float),
     )
     auto_wrap: bool = option(
         True,
-        help="Choose units by min_num_params or auto_wrap_policy where `wrap()` has chosen none.",
+        help="Choose units by min_num_params or auto_wrap_policy if `wrap()` has chosen none.",
         types=(bool,),
     )
     auto_wrap_policy: LayerClasses | Callable[..., bool] | None = option(
         None,
-        help="What becomes a unit in place of large modules: a layer class or several, or their names, or a "
-        "policy function as `fairscale.nn.auto_wrap` takes it.",
+        help="Units in place of large modules: a layer class or several, or their names, or a policy "
+        "function of `fairscale.nn.auto_wrap`.",
         layers=True,
     )
     activation_checkpointing: LayerClasses | None = option(
@@ -88,12 +91,12 @@ class FairscaleFSDPOptions:
     )
     state_dict_to_cpu: bool = option(
         False,
-        help="Accepted for old code: state is described where it lies, and goes to disk without a copy.",
+        help="Accepted for old code: nnx writes state to disk without a copy.",
         types=(bool,),
     )
     sync_module_states: bool = option(
         True,
-        help="Start every rank from rank 0's weights and buffers, whatever the others were seeded with.",
+        help="Start every rank with rank zero's weights and buffers, regardless of its own seed.",
         types=(bool,),
     )
 
@@ -113,7 +116,7 @@ class FairscaleFSDPOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OSSOptions:
-    """What changes how OSS shares out the optimizer."""
+    """Options of OSS."""
 
     broadcast_fp16: bool = option(
         False,
@@ -122,7 +125,7 @@ class OSSOptions:
         types=(bool,),
     )
     bucket_cap_mb: int = option(
-        25, help="Gradients are averaged in buckets of about this size, after backward.", types=(int,)
+        25, help="Megabytes of the buckets that average gradients after backward.", types=(int,)
     )
 
     def __post_init__(self) -> None:
@@ -135,12 +138,12 @@ class OSSOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedOptions:
-    """What changes how ShardedDataParallel reduces gradients."""
+    """Options of ShardedDataParallel."""
 
     reduce_buffer_size: int = option(
         2**23,
-        help="Most elements of the buffer that small gradients of one owner are reduced in; 0 reduces each "
-        "gradient by itself.",
+        help="Maximum elements of the buffer that reduces an owner's small gradients; 0 reduces each "
+        "gradient alone.",
         types=(int,),
     )
     reduce_fp16: bool = option(

@@ -1,4 +1,4 @@
-"""The OSS of fairscale behind ``fairscale_oss``: optimizer state of whole parameters, shared out."""
+"""Shard optimizer state with fairscale's OSS: each parameter's state is on one owner (``fairscale_oss``)."""
 
 from __future__ import annotations
 
@@ -34,13 +34,11 @@ __all__ = [
 ]
 
 
-# Who owns which parameter: fairscale's OSS around an optimizer that stays the user's.
-#
-# OSS shares whole parameters out over the ranks, lays those of one owner out in one buffer, and broadcasts
-# that after each step. It also keeps an optimizer of its own for what a rank owns. Here the user's
-# optimizer is that one: it holds every parameter, and steps with the gradients of the owned ones, so only
-# they get state, and schedulers, hooks and callbacks see what they know. Private names of OSS are used here
-# and in `sharded`.
+# fairscale's OSS gives each parameter an owner, concatenates the parameters of one owner in a buffer, and
+# broadcasts the buffer after each step. OSS also creates an optimizer for the rank's own parameters. Here the
+# user's optimizer takes that role: it holds every parameter and steps with the gradients of its own ones. So
+# only these get state, and schedulers, hooks and callbacks see the user's optimizer. Only this module and
+# `sharded` use private names of OSS.
 
 
 T = TypeVar("T")
@@ -50,42 +48,45 @@ class Ownership:
     """The owners of one optimizer's parameters.
 
     Args:
-        optimizer: The user's; its parameters become views on their owners' buffers.
+        optimizer: The user's optimizer. Its parameters become views of their owners' buffers.
         rank: This rank.
-        broadcast_fp16: Send updated parameters in float16.
+        broadcast_fp16: True to send updated parameters in float16.
+
+    Attributes:
+        oss_list: The instances of fairscale's OSS, one for each dtype.
 
     Raises:
-        UnsupportedError: The optimizer needs all parameters in one place.
+        UnsupportedError: The optimizer needs all parameters on one rank.
     """
 
     def __init__(self, optimizer: Optimizer, *, rank: int, broadcast_fp16: bool = False) -> None:
         if is_distributed() and dependence(optimizer) == "model":
             raise UnsupportedError(
-                f"{type(optimizer).__name__} computes with all parameters at once, or by itself what is not "
-                "known, so they cannot have different owners.",
-                remedy="Use an optimizer that steps each parameter by itself (Adam, LAMB, Muon, ...), or "
+                f"{type(optimizer).__name__} computes with all parameters at once, or its update is unknown, "
+                "so parameters cannot have different owners.",
+                remedy="Use an optimizer that steps each parameter alone (Adam, LAMB, Muon, ...), or "
                 "strategy 'ddp'; for the norm of all gradients, use `gradient_clip_val`.",
             )
         self.optimizer = optimizer
         self._rank = rank
         self._broadcast_fp16 = broadcast_fp16
-        self.parts: list[Any] = []
-        self._share_out()
-        self.state = HiddenState(optimizer, "each rank has that of the parameters that it owns")
+        self.oss_list: list[Any] = []
+        self._assign_owners()
+        self.state = HiddenState(optimizer, "each rank has the state of its own parameters")
 
-    def _share_out(self) -> None:
+    def _assign_owners(self) -> None:
         self._parameters = _parameters(self.optimizer)
         self._sizes = {parameter: parameter.numel() for parameter in self._parameters}
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self._parameters:
             if parameter.numel():
                 by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        self.parts = [self._make_part(same) for same in by_dtype.values()]
-        self._owners = {p: rank for part in self.parts for p, rank in part._param_to_rank.items()}
+        self.oss_list = [self._make_oss(same) for same in by_dtype.values()]
+        self._owners = {p: rank for oss in self.oss_list for p, rank in oss._param_to_rank.items()}
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
 
-    def _make_part(self, parameters: list[nn.Parameter]) -> Any:
-        """Fairscale's buffers hold one dtype, so each dtype has an OSS."""
+    def _make_oss(self, parameters: list[nn.Parameter]) -> Any:
+        """Return an OSS for parameters of one dtype, because a buffer of fairscale holds one dtype."""
         return OSS(
             [{"params": [parameter]} for parameter in parameters],
             optim=lambda groups, **_: self.optimizer,
@@ -93,35 +94,38 @@ class Ownership:
         )
 
     def refresh(self) -> None:
-        """Take notice of parameters that were added, frozen or unfrozen. New ones come with new `parts`."""
+        """Update owners after parameters were added, frozen or unfrozen.
+
+        New parameters get a new `oss_list`.
+        """
         if len(_parameters(self.optimizer)) != len(self._parameters):
-            self._share_out()
+            self._assign_owners()
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
             self._trainable = trainable
-            for part in self.parts:
-                part.refresh_trainable()
+            for oss in self.oss_list:
+                oss.refresh_trainable()
 
     def owns(self, parameter: nn.Parameter) -> bool:
-        """Return True if this rank updates the parameter; of one without elements every rank does."""
+        """Return True if this rank updates the parameter; every rank updates a parameter without elements."""
         return bool(self._owners.get(parameter, self._rank) == self._rank)
 
     def owner(self, parameter: nn.Parameter) -> int:
-        """The rank that updates the parameter."""
+        """Return the rank that updates the parameter."""
         return int(self._owners.get(parameter, 0))
 
     def parameters(self) -> list[nn.Parameter]:
-        """Every parameter of the optimizer, in the order of its groups."""
+        """Return every parameter of the optimizer, in the order of its groups."""
         return self._parameters
 
     def step(self, check: Callable[[], None], step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Update what this rank owns, then give every rank all of it.
+        """Update this rank's parameters, then broadcast every owner's parameters.
 
         Args:
-            check: Called once the gradients are there, after the closure.
-            step: The optimizer's own.
-            args: The arguments for it.
-            kwargs: The keyword arguments for it.
+            check: A function to call when the gradients exist, after the closure.
+            step: The optimizer's own step.
+            args: The positional arguments of the step.
+            kwargs: The keyword arguments of the step.
         """
         self.refresh()
         hidden: dict[nn.Parameter, Tensor] = {}
@@ -140,58 +144,59 @@ class Ownership:
         finally:
             for parameter, gradient in hidden.items():
                 parameter.grad = gradient
-        with self._assigned_in_buffers():
-            for part in self.parts:
-                part._broadcast_params()
+        with self._copying_assigned():
+            for oss in self.oss_list:
+                oss._broadcast_params()
         return result
 
     @contextmanager
-    def _assigned_in_buffers(self) -> Iterator[None]:
-        """Around the broadcast of the buffers: parameters whose ``data`` was assigned are no views on them.
+    def _copying_assigned(self) -> Iterator[None]:
+        """Copy parameters with an assigned ``data`` into the buffers and back, around a broadcast.
 
-        They stay in the memory that they were given, which user code may hold as well.
+        Such parameters are no views of the buffers. They keep their new memory, because user code may hold it
+        too.
         """
-        apart: list[tuple[nn.Parameter, Any, int]] = []
-        for bucket in _buckets(self.parts):
+        assigned: list[tuple[nn.Parameter, Any, int]] = []
+        for bucket in _buckets(self.oss_list):
             begin = 0
             address, size = bucket.buffer.data_ptr(), bucket.buffer.element_size()
             for parameter in bucket._params:
                 numel = self._sizes[parameter]
                 if parameter.data_ptr() != address + begin * size or parameter.numel() != numel:
                     _check_assigned(parameter, numel, bucket.buffer)
-                    apart.append((parameter, bucket, begin))
+                    assigned.append((parameter, bucket, begin))
                 begin += numel
-        for parameter, bucket, begin in apart:
-            _part(bucket, begin, parameter).copy_(parameter.detach())
+        for parameter, bucket, begin in assigned:
+            _bucket_view(bucket, begin, parameter).copy_(parameter.detach())
         yield
-        for parameter, bucket, begin in apart:
-            parameter.data.copy_(_part(bucket, begin, parameter))
+        for parameter, bucket, begin in assigned:
+            parameter.data.copy_(_bucket_view(bucket, begin, parameter))
 
     def remove(self) -> None:
-        """Give every parameter memory of its own again, and the optimizer its state."""
+        """Give every parameter its own memory, and the optimizer its state."""
         self.state.remove()
         for parameter in self._parameters:
             parameter.data = parameter.data.clone()
 
 
-def _part(bucket: Any, begin: int, parameter: nn.Parameter) -> Tensor:
-    part: Tensor = bucket.buffer[begin : begin + parameter.numel()]
-    return part.view(parameter.shape)
+def _bucket_view(bucket: Any, begin: int, parameter: nn.Parameter) -> Tensor:
+    flat: Tensor = bucket.buffer[begin : begin + parameter.numel()]
+    return flat.view(parameter.shape)
 
 
 def _check_assigned(parameter: nn.Parameter, numel: int, buffer: Tensor) -> None:
     if (parameter.numel(), parameter.dtype, parameter.device) != (numel, buffer.dtype, buffer.device):
         raise UnsupportedError(
             f"`data` with {parameter.numel()} elements of {parameter.dtype} on {parameter.device} was "
-            f"assigned to a parameter that has {numel} of {buffer.dtype} on {buffer.device}.",
+            f"assigned to a parameter with {numel} elements of {buffer.dtype} on {buffer.device}.",
             remedy="Assign data of the same size and dtype, or change the parameter before training begins.",
         )
 
 
-def _buckets(parts: Iterable[Any]) -> Iterator[Any]:
-    """The buffers that parameters which are trained are views on."""
-    for part in parts:
-        for of_device in part.buckets.values():
+def _buckets(oss_list: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over the buffers that hold trained parameters."""
+    for oss in oss_list:
+        for of_device in oss.buckets.values():
             yield from of_device.values()
 
 
@@ -201,7 +206,7 @@ def _around_closure(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of an optimizer's step that do something after the closure, or at once without one."""
+    """Return a step's arguments with a call of `then` after the closure; without a closure, call it now."""
     closure = args[0] if args else kwargs.get("closure")
     if closure is None:
         then()
@@ -221,35 +226,35 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-# Optimizer state of whole parameters that one rank each has: described alike, loaded by owners.
+# Each rank describes the optimizer state of all parameters in the same order, and loads the state of its own.
 
 
 def describe_owned(backend: Backend[Any], module: nn.Module, ownership: Ownership) -> OptimizerState:
-    """Handles on this rank's optimizer state, and empty ones where it is another rank's. Collective.
+    """Return handles on this rank's optimizer state, and empty handles on other ranks' state. Collective.
 
-    What the tensors are, and values that are no tensors, is told by the owner, so that all ranks describe the
-    same names in the same order.
+    The owner sends shapes, dtypes and values that are no tensors, so that all ranks describe the same names
+    in the same order.
     """
-    described = _describe_here(backend, module, ownership)
+    described = _describe_local(backend, module, ownership)
     names = parameter_names(module)
     mine = {
-        name: {key: _tell(value) for key, value in entries.items()}
+        name: {key: _describe_value(value) for key, value in entries.items()}
         for name, entries in described["state"].items()
     }
-    told = all_gather_object(mine, control_group())
+    by_rank = all_gather_object(mine, control_group())
     state: dict[str, dict[str, Any]] = {}
     for parameter in ownership.parameters():
         name = names[parameter]
-        entries = told[ownership.owner(parameter) if len(told) > 1 else 0].get(name)
+        entries = by_rank[ownership.owner(parameter) if len(by_rank) > 1 else 0].get(name)
         if entries is None:
             continue
         here = described["state"].get(name, {}) if ownership.owns(parameter) else {}
-        state[name] = {key: here.get(key, _elsewhere(value)) for key, value in entries.items()}
+        state[name] = {key: here.get(key, _remote_value(value)) for key, value in entries.items()}
     described["state"] = state
     return described
 
 
-def _describe_here(backend: Backend[Any], module: nn.Module, ownership: Ownership) -> OptimizerState:
+def _describe_local(backend: Backend[Any], module: nn.Module, ownership: Ownership) -> OptimizerState:
     described = describe_optimizer(module, ownership.optimizer, backend.shard)
     names = {name: parameter for parameter, name in parameter_names(module).items()}
     described["state"] = {
@@ -258,16 +263,16 @@ def _describe_here(backend: Backend[Any], module: nn.Module, ownership: Ownershi
     return described
 
 
-def _tell(value: Any) -> Any:
+def _describe_value(value: Any) -> Any:
     return (value.shape, value.dtype) if isinstance(value, Shard) else [value]
 
 
-def _elsewhere(told: Any) -> Any:
-    return Shard(told[0], told[1], (), ()) if isinstance(told, tuple) else told[0]
+def _remote_value(described: Any) -> Any:
+    return Shard(described[0], described[1], (), ()) if isinstance(described, tuple) else described[0]
 
 
 def load_owned(backend: Backend[Any], module: nn.Module, ownership: Ownership, saved: OptimizerState) -> None:
-    """Restore what this rank owns of an optimizer, in place. It does not communicate."""
+    """Restore this rank's optimizer state in place, without communication."""
     names = parameter_names(module)
     optimizer = ownership.optimizer
     restore_groups(optimizer, names, saved["param_groups"])
@@ -277,7 +282,7 @@ def load_owned(backend: Backend[Any], module: nn.Module, ownership: Ownership, s
             entries = saved["state"].get(names[parameter])
             if entries and ownership.owns(parameter):
                 optimizer.state[parameter] = _allocate(backend, parameter, entries, group, optimizer)
-    fill_optimizer_tensors(_describe_here(backend, module, ownership), saved)
+    fill_optimizer_tensors(_describe_local(backend, module, ownership), saved)
 
 
 def _allocate(
@@ -303,10 +308,10 @@ def _allocate(
 
 
 class OwnedParameters(Backend[Any]):
-    """What the two engines share whose parameters are whole on every rank and owned by one.
+    """Base of the two engines with replicated parameters and one owner for each parameter.
 
     Attributes:
-        reduces_to_every_rank: True if gradients are averages on every rank when backward is over.
+        reduces_to_every_rank: True if every rank has the averaged gradients after backward.
     """
 
     reduces_to_every_rank: ClassVar[bool] = False
@@ -317,20 +322,20 @@ class OwnedParameters(Backend[Any]):
         self._owners: dict[Optimizer, Ownership] = {}
         self._optimizers: dict[nn.Module, list[Optimizer]] = {}
         self._own_optimizers: dict[nn.Module, OwnOptimizers] = {}
-        self._reduced: dict[Optimizer, int] = {}  # how often, when it stepped last
+        self._reduced: dict[Optimizer, int] = {}  # the number of reductions at the last step
         self._writes = Writes(lambda: self.is_watched)
 
     @property
     def reductions(self) -> int:
-        """How often gradients were reduced."""
+        """The number of reductions of gradients."""
         raise NotImplementedError
 
     def summary(self, module: nn.Module) -> str:
-        """What ranks own."""
+        """Return one line about owners."""
         return "every parameter is updated by the rank that owns it"
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Give every rank rank 0's weights, on its device."""
+        """Give every rank rank zero's weights, on its device."""
         if module not in self._strides:
             materialize(module, self.context.device, name="")
             move_to(module, self.context.device)
@@ -339,7 +344,7 @@ class OwnedParameters(Backend[Any]):
         return {}
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Share the parameters of each optimizer out over the ranks."""
+        """Assign the parameters of each optimizer to owners."""
         for optimizer in optimizers:
             self._owners[optimizer] = Ownership(
                 optimizer, rank=self.context.rank, broadcast_fp16=self.options.broadcast_fp16
@@ -354,15 +359,15 @@ class OwnedParameters(Backend[Any]):
             )
 
     @contextmanager
-    def _optimizers_wait(self) -> Iterator[None]:
-        """Around a backward: no optimizer steps before it is over, as gradients are reduced then."""
+    def _deferring_optimizers(self) -> Iterator[None]:
+        """Let no optimizer step before a backward is over, because its gradients are reduced then."""
         with ExitStack() as stack:
             for own in self._own_optimizers.values() if is_distributed() else ():
                 stack.enter_context(own.in_backward())
             yield
 
     def exchange_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Share the parameters of new optimizers out. Collective."""
+        """Assign the parameters of new optimizers to owners. Collective."""
         before = self._optimizers.pop(module, [])
         for optimizer in before:
             if optimizer not in optimizers:
@@ -375,7 +380,7 @@ class OwnedParameters(Backend[Any]):
         self._reduced.pop(optimizer, None)
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Give every parameter its own memory, and the strides it had."""
+        """Give every parameter its own memory and its original strides."""
         for optimizer in self._optimizers.pop(module, ()):
             self._forget(optimizer)
         if own := self._own_optimizers.pop(module, None):
@@ -395,36 +400,36 @@ class OwnedParameters(Backend[Any]):
         super().teardown()
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Update what this rank owns and broadcast it."""
+        """Update this rank's parameters and broadcast them."""
         owners = self._owners.get(optimizer)
         if owners is None:
             return step(*args, **kwargs)
 
         def check() -> None:
             self._refuse_unreduced(optimizer)
-            # The copies that this rank has of the others' parameters are about to be replaced.
+            # The broadcast is about to replace this rank's copies of other ranks' parameters.
             for parameter in owners.parameters() if self.is_watched else ():
                 self._writes.add(parameter, parameter)
 
         return owners.step(check, step, *args, **kwargs)
 
     def written(self, module: nn.Module) -> Mapping[str, int]:
-        """What this rank's copies were before the owners' replaced them."""
+        """Return checksums of this rank's copies, taken before the owners' values replaced them."""
         return self._writes.take(module)
 
     def _refuse_unreduced(self, optimizer: Optimizer) -> None:
-        """Refuse gradients that no reduction has made: they are of this rank's samples alone."""
+        """Refuse gradients that no reduction has made, because they cover this rank's samples only."""
         gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
         before, self._reduced[optimizer] = self._reduced.get(optimizer, 0), self.reductions
         if is_distributed() and before == self.reductions and any(one is not None for one in gradients):
             raise UnsupportedError(
-                "the optimizer steps with gradients, and no backward of the strategy came since its last: "
-                "gradients of another origin, such as `torch.autograd.grad`, are of each rank's own samples.",
+                "the optimizer steps with gradients, and no backward of the strategy came since its last "
+                "step: gradients of `torch.autograd.grad`, for instance, cover each rank's own samples.",
                 remedy="Call `self.manual_backward(loss)` before each step, and change `p.grad` then.",
             )
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
-        """Handles on the state of the parameters that this rank owns. Collective."""
+        """Return handles on the state of this rank's parameters. Collective."""
         owners = self._owners.get(optimizer)
         if owners is None:
             return super().optimizer_state(module, optimizer)
@@ -432,7 +437,7 @@ class OwnedParameters(Backend[Any]):
             return describe_owned(self, module, owners)
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
-        """Restore the state of the parameters that this rank owns."""
+        """Restore the state of this rank's parameters."""
         owners = self._owners.get(optimizer)
         if owners is None:
             super().load_optimizer_state(module, optimizer, saved)
@@ -442,7 +447,7 @@ class OwnedParameters(Backend[Any]):
 
 
 class OSSBackend(OwnedParameters):
-    """Averages gradients on every rank, as DDP does, and lets each rank update what it owns."""
+    """Averages gradients on every rank, as DDP does, and lets each rank update its own parameters."""
 
     reduces_to_every_rank = True
 
@@ -455,11 +460,11 @@ class OSSBackend(OwnedParameters):
 
     @property
     def reductions(self) -> int:
-        """How often gradients were averaged."""
+        """The number of reductions of gradients."""
         return sum(reducer.reductions for reducer in self._reducers.values())
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Give every rank rank 0's weights, and average gradients from now on."""
+        """Give every rank rank zero's weights, and average gradients from now on."""
         replaced = super().parallelize(module, sample)
         if module not in self._reducers:
             self._reducers[module] = GradientReducer(
@@ -469,22 +474,22 @@ class OSSBackend(OwnedParameters):
         return replaced
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Take it all off the module."""
+        """Remove the reducer and the owners from the module."""
         reducer = self._reducers.pop(module, None)
         if reducer is not None:
             reducer.remove()
         return super().unparallelize(module)
 
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients, averaged when it ends."""
+        """Compute gradients, and average them at the end."""
         with ExitStack() as stack:
             for reducer in self._reducers.values():
                 stack.enter_context(reducer.in_backward())
-            stack.enter_context(self._optimizers_wait())
+            stack.enter_context(self._deferring_optimizers())
             super().backward(module, loss, *args, **kwargs)
 
     def _refuse_unreduced(self, optimizer: Optimizer) -> None:
-        """Also one by one: some may come from a backward, and others be given."""
+        """Also check each gradient alone: a backward may have made some, and user code others."""
         super()._refuse_unreduced(optimizer)
         names = {p: name for module in self._reducers for name, p in module.named_parameters()}
         for parameter in self._owners[optimizer].parameters():
@@ -496,7 +501,7 @@ class OSSBackend(OwnedParameters):
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
-        """Keep gradients on this rank until the first backward outside of it."""
+        """Accumulate gradients on this rank until the first backward outside of it."""
         with ExitStack() as stack:
             for reducer in self._reducers.values():
                 stack.enter_context(reducer.no_sync())

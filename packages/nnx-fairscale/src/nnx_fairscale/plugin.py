@@ -1,4 +1,4 @@
-"""The front door of the plugin: what it offers, as data."""
+"""Describe the strategies and the checkpoint format of this plugin, as data."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ from dataclasses import replace
 
 from nnx_core import Capabilities, CheckpointFormatSpec, StrategySpec, hookimpl
 
-_OF_THE_MODEL = ("gradient_norm_optimizer", "sam_by_closure", "lbfgs")
-_OF_PARAMETERS = (
+_WHOLE_MODEL_OPTIMIZERS = ("gradient_norm_optimizer", "sam_by_closure", "lbfgs")
+_WHOLE_PARAMETER_OPTIMIZERS = (
     *("lamb", "muon", "muon_for_large_matrices", "muon_with_auxiliary_group", "shampoo", "adafactor"),
 )
-_OF_STATE = ("combined_gradients", "split_backward", "optimizer_state_read", "optimizer_state_changed")
+_GRADIENTS_AND_STATE = (
+    "combined_gradients",
+    "split_backward",
+    "optimizer_state_read",
+    "optimizer_state_changed",
+)
 _OSS = Capabilities(
     accelerators=("cpu", "cuda"),
     precisions=("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"),
     shards_optimizer=True,
     meta_initialization=True,
     repeated_closures=False,
-    refuses=(*_OF_THE_MODEL, *_OF_STATE, "gradients_by_hand"),
+    refuses=(*_WHOLE_MODEL_OPTIMIZERS, *_GRADIENTS_AND_STATE, "gradients_by_hand"),
 )
 _SHARDED = replace(
     _OSS,
@@ -38,13 +43,14 @@ _FSDP = Capabilities(
     activation_checkpointing=True,
     meta_initialization=True,
     refuses=(
-        *_OF_PARAMETERS,
-        *_OF_THE_MODEL,
-        *_OF_STATE,
+        *_WHOLE_PARAMETER_OPTIMIZERS,
+        *_WHOLE_MODEL_OPTIMIZERS,
+        *_GRADIENTS_AND_STATE,
         *("backward_on_the_loss", "pruned_by_lightning", "sparse_gradients", "error_in_backward"),
-        "closure_by_keyword",  # its optimizer needs whole parameters
+        "closure_by_keyword",  # its optimizer needs unsharded parameters
         *("gradients_read_on_rank_zero", "weights_read_on_rank_zero"),  # all ranks gather
-        # Units are reduced in one backward; a unit that is all of what is recomputed may have its own inside.
+        # A unit is reduced once in a backward. A backward inside works only for a unit that is recomputed
+        # completely.
         *("inner_backward", "reentrant_checkpoints", "reentrant_checkpoints_while_accumulating"),
         "reentrant_checkpoints_on_rank_zero",
     ),
@@ -67,7 +73,7 @@ def _spec(
 
 @hookimpl
 def nnx_strategies() -> list[StrategySpec]:
-    """Fairscale's three ways of sharding."""
+    """Return fairscale's three ways of sharding."""
     return [
         _spec(
             "fairscale_fsdp",
@@ -98,7 +104,7 @@ def nnx_strategies() -> list[StrategySpec]:
 
 @hookimpl
 def nnx_checkpoint_formats() -> list[CheckpointFormatSpec]:
-    """What programs saved with fairscale's FSDP, rank by rank."""
+    """Return the format of weights that programs saved with fairscale's FSDP, rank by rank."""
     return [
         CheckpointFormatSpec(
             "fairscale",

@@ -1,4 +1,4 @@
-"""Averaging the gradients of replicated parameters over all ranks, in buckets, when a backward ends."""
+"""Average the gradients of replicated parameters over all ranks, in buckets, when a backward ends."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from nnx_core.agree.parameter_usage import used_anywhere
 
 
 class GradientReducer:
-    """Averages gradients over the ranks, however backward was called.
+    """Averages gradients over the ranks after any backward, also one that user code calls.
 
-    What one rank has a gradient of and another has not, counts as zero there. Nothing is sent before the last
-    gradient is there: unlike DDP's, this communication does not overlap with backward.
+    A missing gradient counts as zero if another rank has one. The reduction begins after the last gradient,
+    so it does not overlap with backward as DDP's does.
 
     Args:
-        parameters: The parameters that every rank holds whole.
-        bucket_bytes: About what is sent at a time.
+        parameters: The replicated parameters.
+        bucket_bytes: The approximate size of a reduction.
 
     Attributes:
-        reductions: The number of times that gradients were averaged.
-        reduced: The parameters whose gradients were, until somebody forgets them.
+        reductions: The number of reductions.
+        reduced: The parameters with reduced gradients. Callers discard them from the set.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int) -> None:
@@ -40,7 +40,8 @@ class GradientReducer:
         self._handles: list[RemovableHandle] = []
         for parameter in self._parameters:
             was_trained = parameter.requires_grad
-            parameter.requires_grad_(True)  # a hook can be set on those that are unfrozen later only so
+            # torch refuses a hook on a frozen parameter, and user code may unfreeze the parameter later.
+            parameter.requires_grad_(True)
             self._handles.append(
                 parameter.register_post_accumulate_grad_hook(self._touch)  # type: ignore[no-untyped-call]
             )
@@ -70,21 +71,21 @@ class GradientReducer:
         for bucket in _buckets(gradients, self._bucket_bytes):
             flat = torch.cat([gradient.flatten() for gradient in bucket]).div_(dist.get_world_size())
             dist.all_reduce(flat)
-            pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
-            for gradient, piece in zip(bucket, pieces, strict=True):
-                gradient.copy_(piece.view(gradient.shape))
+            averages = torch.split(flat, [gradient.numel() for gradient in bucket])
+            for gradient, average in zip(bucket, averages, strict=True):
+                gradient.copy_(average.view(gradient.shape))
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Around a backward: ranks that use none of the parameters in it take part in the reduction too."""
-        self._has_reduced = self._is_queued = False  # one that failed may have left it queued
+        """Reduce after a backward even on ranks that use none of the parameters in it."""
+        self._has_reduced = self._is_queued = False  # a failed backward may have left a queued reduction
         yield
         if self._synchronize and not self._has_reduced and is_distributed():
             self._reduce()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it gradients are only accumulated."""
+        """Accumulate gradients without a reduction."""
         self._synchronize = False
         try:
             yield
@@ -92,7 +93,7 @@ class GradientReducer:
             self._synchronize = True
 
     def remove(self) -> None:
-        """Stop doing so."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -1,9 +1,9 @@
-"""fairscale's ShardedDataParallel behind ``fairscale_sharded``, made correct on torch 2 and later.
+"""Train with fairscale's ShardedDataParallel (``fairscale_sharded``), made correct on torch 2 and later.
 
-It reduces each gradient to the rank that owns the parameter, in buffers that ``param.grad`` must be a view
-on. Since torch 2.0 ``zero_grad`` sets gradients to None; the next backward then makes new ones beside the
-buffers, and from the second step on every rank trains alone, silently. `_ShardedModule.prepare` makes
-gradients views again before each backward.
+It reduces each gradient to the owner of the parameter, in buffers, and ``param.grad`` must be a view of a
+buffer. Since torch 2.0 ``zero_grad`` sets gradients to None. The next backward then creates gradients outside
+of the buffers, and from the second step on every rank would silently train alone. `_ShardedModule.prepare`
+makes gradients views again before each backward.
 """
 
 from __future__ import annotations
@@ -31,22 +31,26 @@ from nnx_fairscale.oss import OwnedParameters
 
 __all__ = ["ShardedBackend"]
 
-# fairscale starts a reduction when the last gradient of its buffer is there, in whatever order that happens
-# on a rank. Ranks that use different parameters then reduce different buffers with each other, or die of
-# buffers of different sizes. Here reductions form a queue, the same on every rank, as those of DDP do: each
-# starts when it and all before it are complete, and what a backward did not complete starts when it ends.
+# fairscale starts a reduction when its buffer has the last gradient, in each rank's own order. Ranks that use
+# different parameters would then reduce different buffers together, or fail on buffers of different sizes.
+# Here the reductions form a queue, the same on every rank, as in DDP: each starts when it and all before it
+# are complete. A reduction that a backward leaves incomplete starts at the end of that backward.
 #
-# Every private name of ShardedDataParallel that nnx uses is in this section.
+# Only this section uses private names of ShardedDataParallel.
 
 
 class Reduction:
-    """What is reduced to one owner at a time: a buffer of fairscale's, or a gradient too large for one.
+    """A reduction to one owner: a buffer of fairscale, or a gradient too large for a buffer.
 
     Args:
-        parameters: The parameters whose gradients it reduces.
-        destination: The rank that owns them.
-        bucket: The buffer of fairscale's; None for a single gradient.
-        in_half: True if it is reduced in float16.
+        parameters: The parameters with the gradients to reduce.
+        destination: Their owner.
+        bucket: fairscale's buffer; None for a single gradient.
+        in_half: True to reduce in float16.
+
+    Attributes:
+        missing: The parameters without a gradient in this backward yet.
+        is_started: True if the reduction has begun.
     """
 
     def __init__(
@@ -67,19 +71,19 @@ class Reduction:
         self._sent: Tensor | None = None
 
     def expect(self) -> None:
-        """A backward begins."""
+        """Expect every gradient, when a backward begins."""
         self.missing = set(self.parameters)
         self.is_started = False
 
     def start(self) -> None:
-        """Send what is there; what this rank has not used is zero."""
+        """Start the reduction; gradients that this rank has not computed are zero."""
         self.is_started = True
-        self._sent = self._whole().mul_(1.0 / dist.get_world_size())
+        self._sent = self._gradient().mul_(1.0 / dist.get_world_size())
         if self._in_half:
             self._sent = self._sent.half()
         self._work = dist.reduce(self._sent, self.destination, async_op=True)
 
-    def _whole(self) -> Tensor:
+    def _gradient(self) -> Tensor:
         if self.bucket is not None:
             buffer: Tensor = self.bucket.buffer
             return buffer
@@ -91,7 +95,7 @@ class Reduction:
         return parameter.grad
 
     def wait(self) -> None:
-        """Wait for what was sent; only the owner has gradients then."""
+        """Wait for the reduction; afterwards only the owner has gradients."""
         self._work.wait()
         if dist.get_rank() != self.destination:
             for parameter in self.parameters:
@@ -104,10 +108,10 @@ class Reduction:
 
 
 class Queue:
-    """The reductions of a backward in the order that they start in.
+    """The reductions of a backward, in the order of their starts.
 
     Args:
-        reductions: The reductions in the order in which a backward is likely to complete them.
+        reductions: The reductions, in the order in which a backward usually completes them.
     """
 
     def __init__(self, reductions: Iterable[Reduction]) -> None:
@@ -117,18 +121,18 @@ class Queue:
         self._is_open = False
 
     def begin(self) -> None:
-        """A backward begins that reduces."""
+        """Open the queue, when a backward begins."""
         self._is_open = True
         for reduction in self._reductions:
             reduction.expect()
         self._waiting = deque(self._reductions)
 
     def complete(self, parameter: nn.Parameter) -> None:
-        """The gradient of a parameter is there.
+        """Note the gradient of a parameter, and start the reductions that are complete.
 
         Raises:
-            UnsupportedError: The strategy does not know of this backward, or the parameter had a gradient
-                in it already that is under way.
+            UnsupportedError: The strategy did not run this backward, or it already reduces a gradient of the
+                parameter.
         """
         if not self._is_open:
             raise UnsupportedError(
@@ -147,7 +151,7 @@ class Queue:
             self._waiting.popleft().start()
 
     def finish(self) -> None:
-        """The backward has ended: start what it did not complete, and wait for all."""
+        """Start the remaining reductions after a backward, and wait for all."""
         self._is_open = False
         while self._waiting:
             self._waiting.popleft().start()
@@ -159,17 +163,17 @@ class BufferedGradients(ShardedDataParallel):  # type: ignore[misc] # fairscale 
     """fairscale's buffers and hooks for the parameters of one dtype; its forward is not used.
 
     Args:
-        module: The user's.
-        parts: The OSS of these parameters, of each optimizer.
-        complete: Called with each parameter whose gradient is there.
-        reduce_buffer_size: The same as fairscale's.
-        reduce_fp16: The same as fairscale's.
+        module: The user's module.
+        oss_list: The OSS of these parameters in each optimizer.
+        complete: A function to call with each parameter that has its gradient.
+        reduce_buffer_size: fairscale's option of this name.
+        reduce_fp16: fairscale's option of this name.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        parts: Sequence[Any],
+        oss_list: Sequence[Any],
         complete: Callable[[nn.Parameter], None],
         *,
         reduce_buffer_size: int,
@@ -178,7 +182,7 @@ class BufferedGradients(ShardedDataParallel):  # type: ignore[misc] # fairscale 
         self._complete = complete
         super().__init__(
             module,
-            list(parts),
+            list(oss_list),
             broadcast_buffers=False,
             sync_models_at_startup=False,
             reduce_buffer_size=reduce_buffer_size,
@@ -203,7 +207,7 @@ class BufferedGradients(ShardedDataParallel):  # type: ignore[misc] # fairscale 
         return reduce
 
     def reductions(self) -> list[Reduction]:
-        """One for each buffer, and one for each parameter that is in none."""
+        """Return a reduction for each buffer, and one for each parameter outside of the buffers."""
         found = [Reduction(bucket._params, bucket.destination, bucket=bucket) for bucket in self._bucket_list]
         inside = {parameter for reduction in found for parameter in reduction.parameters}
         for parameter, owner in self._trainable_param_to_rank.items():
@@ -213,7 +217,7 @@ class BufferedGradients(ShardedDataParallel):  # type: ignore[misc] # fairscale 
 
     @torch.no_grad()
     def attach(self) -> None:
-        """Make gradients views on the buffers again; those that were None are zero then."""
+        """Make gradients views of the buffers; gradients of None become zero."""
         for bucket in self._bucket_list:
             if not bucket.buffer.numel():
                 bucket.buffer = bucket.buffer.new_empty(bucket._fill)
@@ -228,7 +232,7 @@ class BufferedGradients(ShardedDataParallel):  # type: ignore[misc] # fairscale 
                 parameter.grad = view
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         while self._grad_hooks:
             self._grad_hooks.pop().remove()
 
@@ -236,21 +240,20 @@ class BufferedGradients(ShardedDataParallel):  # type: ignore[misc] # fairscale 
 def in_order_of_backward(
     reductions: Iterable[Reduction], order: Mapping[nn.Parameter, int]
 ) -> list[Reduction]:
-    """Reductions as a backward completes them that goes through the parameters from last to first."""
+    """Sort reductions for a backward that goes through the parameters from last to first."""
     return sorted(reductions, key=lambda reduction: -min(order.get(p, -1) for p in reduction.parameters))
 
 
-# Which parameters took part in a backward, on any rank.
-#
-# Engines that keep gradients in buffers have zeros for a parameter that no loss has used. An optimizer
-# would still decay it and move it by its momentum, which one process, whose gradient is None, does not.
+# A buffer holds zeros for a parameter that no loss has used. An optimizer would decay the parameter and move
+# it by its momentum. On a single device its gradient is None and it stays unchanged. So nnx records the
+# parameters that a backward has used on some rank.
 
 
-class Touched:
-    """Remembers the parameters that got a gradient.
+class UsedParameters:
+    """A record of the parameters that got a gradient.
 
     Args:
-        parameters: Whom to watch; others may be added.
+        parameters: The parameters to watch; `watch` adds others.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
@@ -259,7 +262,7 @@ class Touched:
         self.watch(parameters)
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Watch these as well; they must require gradients."""
+        """Watch more parameters, which must require gradients."""
         for parameter in parameters:
             if parameter not in self._handles and parameter.requires_grad:
                 self._handles[parameter] = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -267,7 +270,7 @@ class Touched:
                 )
 
     def anywhere(self, parameters: Sequence[nn.Parameter]) -> set[Tensor]:
-        """Those of the parameters that got a gradient on any rank since the last call. Collective."""
+        """Return the parameters that got a gradient on some rank since the last call. Collective."""
         flags = used_anywhere([parameter in self._here for parameter in parameters])
         self._here.clear()
         return {parameter for parameter, used in zip(parameters, flags, strict=True) if used}
@@ -283,12 +286,12 @@ T = TypeVar("T")
 
 
 class _ShardedModule:
-    """Gradients of one module's parameters, each reduced to the rank that owns the parameter.
+    """The gradients of one module's parameters, each reduced to the parameter's owner.
 
     Args:
-        module: The user's.
-        parts: The OSS of each optimizer's parameters, those of one dtype together.
-        complete: Called with each parameter whose gradient is there.
+        module: The user's module.
+        oss_list: The OSS of each optimizer, grouped by dtype.
+        complete: A function to call with each parameter that has its gradient.
         rank: This rank.
         options: The options of the strategy.
         device: The device of this rank.
@@ -297,7 +300,7 @@ class _ShardedModule:
     def __init__(
         self,
         module: nn.Module,
-        parts: Sequence[Sequence[Any]],
+        oss_list: Sequence[Sequence[Any]],
         *,
         complete: Callable[[nn.Parameter], None],
         rank: int,
@@ -307,8 +310,8 @@ class _ShardedModule:
         self._rank = rank
         self._device = device
         self._owners: dict[nn.Parameter, int] = {}
-        for part in chain.from_iterable(parts):
-            self._owners |= part._param_to_rank
+        for oss in chain.from_iterable(oss_list):
+            self._owners |= oss._param_to_rank
         self._parameters = list(self._owners)
         self._order = {parameter: index for index, parameter in enumerate(module.parameters())}
         self._buffers = [
@@ -319,34 +322,34 @@ class _ShardedModule:
                 reduce_buffer_size=options.reduce_buffer_size,
                 reduce_fp16=options.reduce_fp16,
             )
-            for same in parts
+            for same in oss_list
         ]
         self._trainable: list[bool] = []
-        self._touched = Touched()
+        self._used = UsedParameters()
         self._earlier: dict[nn.Parameter, Tensor] = {}
         self._has_reduced = False
         self.is_published = False
 
     def refresh(self) -> bool:
-        """Notice what was frozen or unfrozen; whether `reductions` are others than before."""
+        """Check for frozen or unfrozen parameters, and return True if `reductions` has changed."""
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable == self._trainable:
             return False
         self._trainable = trainable
         for buffers in self._buffers:
             buffers.refresh_trainable()
-        self._touched.watch(self._parameters)
+        self._used.watch(self._parameters)
         return True
 
     def reductions(self) -> list[Reduction]:
-        """What a backward reduces, in the order in which it is likely to be complete."""
+        """Return a backward's reductions, in the order in which it usually completes them."""
         found = chain.from_iterable(buffers.reductions() for buffers in self._buffers)
         return in_order_of_backward(found, self._order)
 
     @torch.no_grad()
     def prepare(self, *, synchronize: bool) -> None:
-        """Before a backward: make gradients views on the buffers again."""
-        if self._has_reduced:  # what is there is the average, which only its owner keeps
+        """Make gradients views of the buffers again, before a backward."""
+        if self._has_reduced:  # a present gradient is the average, and only its owner keeps it
             for parameter in self._parameters:
                 if parameter.grad is not None and self._owners[parameter] == self._rank:
                     self._earlier[parameter] = parameter.grad.clone()
@@ -358,9 +361,9 @@ class _ShardedModule:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """After all is reduced: add to what was reduced before, and drop zeros of what no rank has used."""
+        """Add earlier reduced gradients after a reduction, and drop zeros of parameters that no rank used."""
         self._has_reduced = True
-        used = self._touched.anywhere(self._parameters)
+        used = self._used.anywhere(self._parameters)
         for parameter in self._parameters:
             earlier = self._earlier.pop(parameter, None)
             if earlier is not None:
@@ -368,13 +371,13 @@ class _ShardedModule:
             elif parameter not in used:
                 parameter.grad = None
 
-    def follow(self, before: _ShardedModule) -> None:
-        """Go on from gradients that others have reduced and published."""
+    def continue_from(self, before: _ShardedModule) -> None:
+        """Continue from gradients that another instance has reduced and published."""
         self._has_reduced, self.is_published = before._has_reduced, before.is_published
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Give every rank the gradients that their owners have. Collective."""
+        """Broadcast each owner's gradients to every rank. Collective."""
         if not self._has_reduced or self.is_published or not is_distributed():
             return
         self.is_published = True
@@ -390,9 +393,9 @@ class _ShardedModule:
                 size = sum(parameter.numel() for parameter in parameters)
                 flat = torch.empty(size, dtype=dtype, device=self._device)
             dist.broadcast(flat, owner)
-            parts = torch.split(flat, [parameter.numel() for parameter in parameters])
-            for parameter, part in zip(parameters, parts, strict=True):
-                parameter.grad = part.view_as(parameter)
+            gradients = torch.split(flat, [parameter.numel() for parameter in parameters])
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.view_as(parameter)
 
     @property
     def has_gradients(self) -> bool:
@@ -400,19 +403,19 @@ class _ShardedModule:
         return any(parameter.grad is not None for parameter in self._parameters)
 
     def forget_earlier(self) -> None:
-        """Add nothing of what was reduced before a backward that failed."""
+        """Drop gradients that were reduced before a failed backward."""
         self._earlier.clear()
         self._has_reduced = self.is_published = False
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for buffers in self._buffers:
             buffers.remove()
-        self._touched.remove()
+        self._used.remove()
 
 
 class ShardedBackend(OwnedParameters):
-    """Reduces each gradient to the rank that owns the parameter, which updates it."""
+    """Reduces each gradient to the parameter's owner, which updates the parameter."""
 
     Options = ShardedOptions
     options: ShardedOptions
@@ -420,40 +423,43 @@ class ShardedBackend(OwnedParameters):
     def __init__(self, options: ShardedOptions) -> None:
         super().__init__(options)
         self._sharded: dict[nn.Module, _ShardedModule] = {}
-        self._parts: dict[nn.Module, list[Any]] = {}
+        self._oss_list: dict[nn.Module, list[Any]] = {}
         self._queue, self._is_stale = Queue(()), True
         self._synchronize, self._has_failed = True, False
         self._reductions = 0
 
     @property
     def reductions(self) -> int:
-        """How often gradients were reduced."""
+        """The number of reductions of gradients."""
         return self._reductions
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Share the parameters out, and reduce their gradients to their owners.
+        """Assign parameters to owners, and reduce their gradients to the owners.
 
         Raises:
             UnsupportedError: No optimizer holds a parameter of the module.
         """
         refuse_no_optimizer(module, optimizers, engine="fairscale_sharded")
         super().setup_optimizers(module, optimizers)
-        self._reduce_to_owners(module)
+        self._install_reductions(module)
 
     def exchange_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Reduce gradients to the owners of new optimizers; every rank has those of now. Collective."""
+        """Publish the present gradients, and reduce later ones to the owners of new optimizers.
+
+        Collective.
+        """
         before = self._sharded[module]
         before.publish()
         super().exchange_optimizers(module, optimizers)
-        self._sharded[module].follow(before)
+        self._sharded[module].continue_from(before)
 
-    def _reduce_to_owners(self, module: nn.Module) -> None:
-        """Let fairscale's hooks reduce gradients to the owners that there are now."""
-        self._stop_reducing(module)
+    def _install_reductions(self, module: nn.Module) -> None:
+        """Let fairscale's hooks reduce gradients to the present owners."""
+        self._remove_reductions(module)
         by_dtype: dict[torch.dtype, list[Any]] = {}
         for optimizer in self._optimizers[module]:
-            for part in self._owners[optimizer].parts:
-                by_dtype.setdefault(part.param_groups[0]["params"][0].dtype, []).append(part)
+            for oss in self._owners[optimizer].oss_list:
+                by_dtype.setdefault(oss.param_groups[0]["params"][0].dtype, []).append(oss)
         self._sharded[module] = _ShardedModule(
             module,
             list(by_dtype.values()),
@@ -462,10 +468,10 @@ class ShardedBackend(OwnedParameters):
             options=self.options,
             device=self.context.device,
         )
-        self._sharded[module].refresh()  # hooks notice a backward that the strategy does not know of
-        self._parts[module] = [part for same in by_dtype.values() for part in same]
+        self._sharded[module].refresh()  # its hooks refuse a backward that the strategy did not run
+        self._oss_list[module] = [oss for same in by_dtype.values() for oss in same]
 
-    def _stop_reducing(self, module: nn.Module) -> None:
+    def _remove_reductions(self, module: nn.Module) -> None:
         self._is_stale = True
         if sharded := self._sharded.pop(module, None):
             sharded.remove()
@@ -473,24 +479,24 @@ class ShardedBackend(OwnedParameters):
     def _complete(self, parameter: nn.Parameter) -> None:
         self._queue.complete(parameter)
 
-    def _follow_optimizers(self) -> None:
-        """Notice parameters that were added to an optimizer since."""
+    def _refresh_owners(self) -> None:
+        """Assign parameters that were added to an optimizer."""
         for module, optimizers in self._optimizers.items():
             for optimizer in optimizers:
                 self._owners[optimizer].refresh()
-            parts = [part for optimizer in optimizers for part in self._owners[optimizer].parts]
-            if {id(part) for part in parts} != {id(part) for part in self._parts[module]}:
-                self._reduce_to_owners(module)
+            oss_list = [oss for optimizer in optimizers for oss in self._owners[optimizer].oss_list]
+            if {id(oss) for oss in oss_list} != {id(oss) for oss in self._oss_list[module]}:
+                self._install_reductions(module)
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Take it all off the module."""
-        self._stop_reducing(module)
-        self._parts.pop(module, None)
+        """Remove the reductions and the owners from the module."""
+        self._remove_reductions(module)
+        self._oss_list.pop(module, None)
         return super().unparallelize(module)
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
-        """Keep gradients on this rank until the first backward outside of it."""
+        """Accumulate gradients on this rank until the first backward outside of it."""
         self._synchronize = False
         try:
             yield
@@ -498,11 +504,11 @@ class ShardedBackend(OwnedParameters):
             self._synchronize = True
 
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients, each reduced to its owner; they add up until they are dropped."""
+        """Compute gradients and reduce each to its owner; they add up until user code drops them."""
         if not any(self._optimizers.values()):
             raise no_optimizer("fairscale_sharded")
         self._refuse_after_failure()
-        self._follow_optimizers()
+        self._refresh_owners()
         every = list(self._sharded.values())
         has_changed = [sharded.refresh() for sharded in every]
         if self._is_stale or any(has_changed):
@@ -513,7 +519,7 @@ class ShardedBackend(OwnedParameters):
         if self._synchronize:
             self._queue.begin()
         self._has_failed = True
-        with self._optimizers_wait():
+        with self._deferring_optimizers():
             super().backward(module, loss, *args, **kwargs)
         self._has_failed = False
         if not self._synchronize:
@@ -528,7 +534,7 @@ class ShardedBackend(OwnedParameters):
         super()._refuse_unreduced(optimizer)
 
     def _refuse_after_failure(self) -> None:
-        """After a backward that failed, gradients have to be dropped; some were reduced and others not."""
+        """Refuse gradients of a failed backward, of which only some are reduced."""
         if not self._has_failed:
             return
         if any(sharded.has_gradients for sharded in self._sharded.values()):
@@ -547,7 +553,7 @@ class ShardedBackend(OwnedParameters):
             sharded.publish()
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
-        """The reduced gradients of what this rank owns; no other rank has them, unless they are published."""
+        """Return the reduced gradients of this rank's parameters, or all while they are published."""
         owners = self._owners.get(optimizer)
         if owners is None or any(sharded.is_published for sharded in self._sharded.values()):
             return super().gradients(optimizer)

@@ -1,7 +1,7 @@
-"""The strategy objects under the names and with the arguments of lightning-fairscale.
+"""Provide strategy classes with the names and arguments of lightning-fairscale.
 
-``Trainer(strategy="fairscale_fsdp")`` and `nnx.strategy` build the same engines. This module owns the old
-constructors; it never touches training.
+``Trainer(strategy="fairscale_fsdp")`` and `nnx.strategy` build the same engines. This module holds only the
+old constructors.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from nnx_core.lightning.namespaces import StrategyOfTrainer
 
 
 class DDPFullyShardedStrategy(StrategyOfTrainer):
-    """fairscale's FSDP for the Trainer of the copy of Lightning that is in use.
+    """fairscale's FSDP for the Trainer of the copy of Lightning in use.
 
-    Accelerator and precision are the Trainer's to choose; clipping by norm, several optimizers and a second
-    use of the same model work.
+    Trainer chooses accelerator and precision. Clipping by norm, several optimizers and a second use of the
+    same model work.
 
     Args:
-        accelerator: The same as for every strategy of Lightning's.
-        cpu_offload: Keep shards, gradients and optimizer state in host memory.
-        flatten_parameters: Accepted; the parameters of a unit are communicated as one flat tensor either way.
-        reshard_after_forward: Free what a unit has gathered after its forward.
-        move_grads_to_cpu: Keep reduced gradients in host memory; by default as `cpu_offload`.
+        accelerator: The accelerator, as for Lightning's strategies.
+        cpu_offload: Offload shards, gradients and optimizer state to host memory.
+        flatten_parameters: Accepted; a unit's parameters are communicated as one flat tensor either way.
+        reshard_after_forward: Free gathered parameters after a unit's forward.
+        move_grads_to_cpu: Offload reduced gradients to host memory. Default: the same as `cpu_offload`.
         fp32_reduce_scatter: Reduce gradients in float32 under fairscale's own mixed precision.
-        compute_dtype: A dtype or its name: gather and compute in it.
-        bucket_cap_mb: Size of the buckets that gradients are reduced in.
-        min_num_params: Modules with so many parameters become units.
-        state_dict_to_cpu: Accepted; state is described where it lies.
-        parallel_devices: Devices of this node.
-        cluster_environment: Says who started the processes.
-        checkpoint_io: Takes the place of nnx's own.
-        precision_plugin: Any of Lightning's.
-        process_group_backend: Of torch.distributed; by default the device's own.
-        **options: Any other option of `FairscaleFSDPOptions` or common to all nnx strategies, such as
+        compute_dtype: A dtype or its name, for gathered parameters and computation.
+        bucket_cap_mb: The size of the buckets that reduce gradients.
+        min_num_params: The number of parameters that makes a module a unit.
+        state_dict_to_cpu: Accepted; nnx writes state to disk without a copy.
+        parallel_devices: The devices of this node.
+        cluster_environment: The environment that started the processes.
+        checkpoint_io: A replacement for nnx's own checkpoint IO.
+        precision_plugin: Any precision plugin of Lightning.
+        process_group_backend: The backend of torch.distributed. Default: the device's own.
+        **options: Other options of `FairscaleFSDPOptions` or of all nnx strategies, such as
             ``activation_checkpointing``, ``auto_wrap_policy``, ``timeout`` and ``async_save``.
 
     Example:
@@ -90,17 +90,17 @@ class DDPFullyShardedStrategy(StrategyOfTrainer):
 
 
 class DDPShardedStrategy(StrategyOfTrainer):
-    """fairscale's ShardedDataParallel and OSS for the Trainer of the copy of Lightning that is in use.
+    """fairscale's ShardedDataParallel and OSS for the Trainer of the copy of Lightning in use.
 
     Args:
-        accelerator: The same as for every strategy of Lightning's, like the four that follow.
-        parallel_devices: Devices of this node.
-        cluster_environment: Says who started the processes.
-        checkpoint_io: Takes the place of nnx's own.
-        precision_plugin: Any of Lightning's.
-        find_unused_parameters: Accepted; parameters that a step does not use are found either way.
-        **options: Any option of `ShardedOptions` or common to all nnx strategies, such as
-            ``reduce_buffer_size``, ``timeout`` and ``async_save``.
+        accelerator: The accelerator, as for Lightning's strategies.
+        parallel_devices: The devices of this node.
+        cluster_environment: The environment that started the processes.
+        checkpoint_io: A replacement for nnx's own checkpoint IO.
+        precision_plugin: Any precision plugin of Lightning.
+        find_unused_parameters: Accepted; nnx finds unused parameters either way.
+        **options: Options of `ShardedOptions` or of all nnx strategies, such as ``reduce_buffer_size``,
+            ``timeout`` and ``async_save``.
 
     Example:
         >>> strategy = DDPShardedStrategy(reduce_buffer_size=0, reduce_fp16=True)
@@ -138,7 +138,7 @@ class DDPShardedStrategy(StrategyOfTrainer):
 
 
 class DDPSpawnShardedStrategy(DDPShardedStrategy):
-    """`DDPShardedStrategy` whose processes are spawned, for notebooks and interactive use.
+    """`DDPShardedStrategy` with spawned processes, for notebooks and interactive use.
 
     Example:
         >>> DDPSpawnShardedStrategy().common.start_method

@@ -1,7 +1,7 @@
-"""nnx-lite: LightningLite's class on today's Fabric, with every strategy that nnx knows.
+"""Run LightningLite scripts on today's Fabric, with every strategy that nnx knows.
 
-Old scripts change one line: ``from pytorch_lightning.lite import LightningLite`` becomes
-``from nnx_lite import LightningLite``. `DeepSpeedPlugin` is here because strategies were called plugins.
+Old scripts change one line: ``from pytorch_lightning.lite import LightningLite`` becomes ``from nnx_lite
+import LightningLite``. `DeepSpeedPlugin` is here because LightningLite called strategies plugins.
 """
 
 from nnx_lite.copies import fabric_module

@@ -1,8 +1,8 @@
-"""``save`` and ``load``: objects and their state go to the shared checkpoint, anything else to a file.
+"""Decide where ``save`` stores content: objects and their state in the shared checkpoint, the rest in a file.
 
-A module is stored under the names that it has as an attribute called like its key, so that
-``self.save({"model": self.model}, path)`` and a LightningModule with ``self.model`` write the same. This
-module decides what is stored where; `nnx_core.lightning.fabric` and `nnx_core.lightning.checkpoint` do it.
+A module's tensors get the names of an attribute called like its key. So ``self.save({"model": self.model},
+path)`` and a LightningModule with ``self.model`` write the same names. `nnx_core.lightning.fabric` and
+`nnx_core.lightning.checkpoint` do the writing.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from nnx_core.lightning.strategy_checkpoint import module_state_dict, save_light
 from nnx_lite.copies import FABRIC_ROOT, fabric_module
 from nnx_lite.state_dicts import ModuleState, OptimizerStateDict, holds_shards
 
-_WHOLE_ON_EVERY_RANK = ("SingleDeviceStrategy", "DDPStrategy", "DataParallelStrategy")
-_OF_LIGHTNING = ("state_dict", "optimizer_states", "nnx_ranks", FABRIC_KEYS)
+_REPLICATED_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "DataParallelStrategy")
+_RESERVED_KEYS = ("state_dict", "optimizer_states", "nnx_ranks", FABRIC_KEYS)
 _RAW = ""
-"""Key of a state dict that was saved by itself."""
+"""The key of a state dict that was saved alone, without a dict around it."""
 
 
 class _Replicated(Backend[NoOptions]):
-    """How ``ddp`` and a single device hold a model: whole."""
+    """A backend that replicates the model, as ``ddp`` and a single device do."""
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
         return {}
@@ -41,11 +41,11 @@ class _Replicated(Backend[NoOptions]):
         return {}
 
 
-class WholeState:
-    """What the shared checkpoint needs to know of a strategy of Lightning's that keeps the model whole.
+class ReplicatedState:
+    """The state of a Lightning strategy that replicates the model, as the shared checkpoint needs it.
 
     Args:
-        strategy: Such as ``ddp``.
+        strategy: The strategy, such as ``ddp``.
         modules: The modules that were set up.
     """
 
@@ -61,15 +61,15 @@ class WholeState:
         self.models = modules
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The module's tensors by name. Collective: every rank's buffers become rank 0's."""
+        """Return the module's tensors by name. Collective: every rank gets rank zero's buffers."""
         return module_state_dict(self.backend, module)
 
     def get_optimizer_state(self, optimizer: Any) -> Any:
-        """The optimizer's state by parameter name."""
+        """Return the optimizer's state by parameter name."""
         return self.backend.optimizer_state(self.owner_of(optimizer), optimizer)
 
     def owner_of(self, optimizer: Any) -> nn.Module:
-        """The model that was set up whose parameters an optimizer holds."""
+        """Return the module, among those set up, that has an optimizer's parameters."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for module in self.models:
             if held & {id(parameter) for parameter in module.parameters()}:
@@ -81,7 +81,9 @@ class WholeState:
 
 
 def state_of(strategy: Any, modules: list[nn.Module]) -> Any:
-    """What describes the state under a strategy; None where Lightning's own engine or plugin does the saving.
+    """Return an object that describes the state under a strategy.
+
+    None means that Lightning's own engine or plugin does the saving.
 
     Args:
         strategy: The strategy of Fabric.
@@ -91,14 +93,14 @@ def state_of(strategy: Any, modules: list[nn.Module]) -> Any:
         return strategy
     io = strategy._checkpoint_io
     is_default = io is None or type(io) is fabric_module("plugins.io").TorchCheckpointIO
-    if type(strategy).__name__ in _WHOLE_ON_EVERY_RANK and (is_default or innermost_checkpoint_io(io)):
-        return WholeState(strategy, modules)
+    if type(strategy).__name__ in _REPLICATED_STRATEGIES and (is_default or innermost_checkpoint_io(io)):
+        return ReplicatedState(strategy, modules)
     return None
 
 
 @dataclass(slots=True)
-class _Parts:
-    """Content taken apart, by the user's keys."""
+class _Content:
+    """Content sorted by kind, under the user's keys."""
 
     modules: dict[str, Any] = field(default_factory=dict)
     optimizers: dict[str, Any] = field(default_factory=dict)
@@ -106,99 +108,102 @@ class _Parts:
 
 
 def is_plain(target: Any, content: Any) -> bool:
-    """Whether content holds no module, no optimizer and no part of their state, so that a file will do.
+    """Return True if a file can hold content: no module, no optimizer, and no shard of their state.
 
     Args:
         target: The result of `state_of`.
-        content: With Fabric's wrappers removed.
+        content: The content without Fabric's wrappers.
 
     Raises:
         CheckpointError: The content cannot be stored.
     """
-    parts = _take_apart(content)
-    if parts.modules or parts.optimizers:
+    found = _sort_content(content)
+    if found.modules or found.optimizers:
         return False
-    _refuse_parts_of_tensors(target, content)
+    _refuse_local_shards(target, content)
     return True
 
 
 def save_content(target: Any, content: Any, path: Any) -> None:
-    """Save content that holds modules, optimizers, or parts of their state. Collective.
+    """Save content that holds modules, optimizers, or shards of their state. Collective.
 
     Args:
         target: The result of `state_of`.
-        content: With Fabric's wrappers removed.
-        path: Directory to write.
+        content: The content without Fabric's wrappers.
+        path: The directory to write.
 
     Raises:
         CheckpointError: The content cannot be stored.
     """
-    parts = _take_apart(content)
-    checkpoint, own = objects_to_save(parts.rest)
-    prefixes = {key: _prefix(key, value, len(parts.modules)) for key, value in parts.modules.items()}
-    if parts.modules:
+    found = _sort_content(content)
+    checkpoint, own = objects_to_save(found.rest)
+    prefixes = {key: _prefix(key, value, len(found.modules)) for key, value in found.modules.items()}
+    if found.modules:
         checkpoint["state_dict"] = {
             f"{prefixes[key]}{name}": value
-            for key, module in parts.modules.items()
+            for key, module in found.modules.items()
             for name, value in _described_module(target, module).items()
         }
-    if parts.optimizers:
+    if found.optimizers:
         checkpoint["optimizer_states"] = [
-            _described_optimizer(target, optimizer, parts.modules, prefixes)
-            for optimizer in parts.optimizers.values()
+            _described_optimizer(target, optimizer, found.modules, prefixes)
+            for optimizer in found.optimizers.values()
         ]
-    added = {key: value for key, value in _wanted_by_trainer().items() if key not in checkpoint}
+    added = {key: value for key, value in _trainer_keys().items() if key not in checkpoint}
     checkpoint |= added
     checkpoint[FABRIC_KEYS] = {
-        "modules": list(parts.modules),
-        "optimizers": list(parts.optimizers),
+        "modules": list(found.modules),
+        "optimizers": list(found.optimizers),
         "prefixes": prefixes,
         "added": list(added),
     }
     save_lightning_checkpoint(target, checkpoint, path, None, own=own)
 
 
-def _wanted_by_trainer() -> dict[str, Any]:
-    """What Trainer insists on under Lightning's own strategies; taken out again when Lite or Fabric loads."""
+def _trainer_keys() -> dict[str, Any]:
+    """Return keys that Trainer requires under Lightning's strategies. Lite and Fabric drop them in a load."""
     return {"pytorch-lightning_version": fabric_module().__version__, "lr_schedulers": []}
 
 
-def _take_apart(content: Any) -> _Parts:
+def _sort_content(content: Any) -> _Content:
     if isinstance(content, ModuleState) or (_is_state_dict(content) and holds_shards(content)):
-        return _Parts(modules={_RAW: content})
-    parts = _Parts()
+        return _Content(modules={_RAW: content})
+    found = _Content()
     for key, value in content.items() if isinstance(content, Mapping) else ():
         if isinstance(value, (nn.Module, ModuleState)):
-            parts.modules[key] = value
+            found.modules[key] = value
         elif isinstance(value, (Optimizer, OptimizerStateDict)):
-            parts.optimizers[key] = value
+            found.optimizers[key] = value
         elif not holds_shards(value):
-            parts.rest[key] = value
+            found.rest[key] = value
         elif _is_state_dict(value):
-            parts.modules[key] = value
+            found.modules[key] = value
         elif isinstance(value, Mapping) and {"state", "param_groups"} <= {*value}:
-            parts.optimizers[key] = value
+            found.optimizers[key] = value
         else:
             raise CheckpointError(
-                f"content[{key!r}] holds tensors of which each rank has a part, and is no state dict.",
-                remedy="Save the model, the optimizer, or their `state_dict()`, each under a key of its own.",
+                f"content[{key!r}] holds sharded tensors and is not a state dict.",
+                remedy="Save the model, the optimizer, or their `state_dict()`, each under its own key.",
             )
-    taken = sorted(str(key) for key in parts.rest if key in _OF_LIGHTNING)
-    if taken and (parts.modules or parts.optimizers):
+    taken = sorted(str(key) for key in found.rest if key in _RESERVED_KEYS)
+    if taken and (found.modules or found.optimizers):
         raise CheckpointError(
-            f"content[{taken[0]!r}]: the shared checkpoint keeps something else under this name.",
+            f"content[{taken[0]!r}]: the shared checkpoint uses this key for its own data.",
             remedy="Choose another key.",
         )
-    return parts
+    return found
 
 
 def _is_state_dict(value: Any) -> bool:
-    """Return True if it is a flat mapping of names to tensors."""
+    """Return True if a value is a flat mapping of names to tensors."""
     return isinstance(value, Mapping) and any(isinstance(item, Tensor) for item in value.values())
 
 
 def _prefix(key: str, module: Any, count: int) -> str:
-    """What a module's names begin with: its key, unless it is what a Trainer would be given as a whole."""
+    """Return the prefix of a module's names: its key, or nothing for a single LightningModule.
+
+    Trainer loads such a module without a prefix.
+    """
     owner = module.owner() if isinstance(module, ModuleState) and module.owner else module
     is_lightning_module = hasattr(owner, "_fabric")
     return "" if key in (_RAW, "state_dict") or (is_lightning_module and count == 1) else f"{key}."
@@ -229,23 +234,23 @@ def _described_optimizer(
     else:
         state = optimizer
         owner = optimizer.owner() if isinstance(optimizer, OptimizerStateDict) and optimizer.owner else None
-    prefix = next((prefixes[key] for key, module in modules.items() if _is_of(module, owner)), None)
+    prefix = next((prefixes[key] for key, module in modules.items() if _belongs_to(module, owner)), None)
     if prefix is None:
         prefix = next(iter(prefixes.values())) if len(prefixes) == 1 and owner is None else ""
     return rename_parameters(state, lambda name: f"{prefix}{name}") if prefix else state
 
 
-def _is_of(module: Any, owner: Any) -> bool:
+def _belongs_to(module: Any, owner: Any) -> bool:
     if isinstance(module, ModuleState):
         module = module.owner() if module.owner else None
     return owner is not None and isinstance(module, nn.Module) and unwrap_engine(module) is owner
 
 
-def _refuse_parts_of_tensors(target: Any, content: Any) -> None:
-    """Refuse a copied state dict in which plain tensors are parts: a file would hold them as if whole.
+def _refuse_local_shards(target: Any, content: Any) -> None:
+    """Refuse a copied state dict with plain tensors that are shards, which a file would present as full.
 
     Raises:
-        CheckpointError: With the first name.
+        CheckpointError: A tensor is a shard. The error names the first one.
     """
     shards: dict[str, list[Any]] = {}
     for module in target.models if isinstance(target, FabricAdapter) else ():
@@ -256,16 +261,16 @@ def _refuse_parts_of_tensors(target: Any, content: Any) -> None:
         for name, tensor in mapping.items() if isinstance(mapping, Mapping) else ():
             shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else None
             known = shards.get(name, [])
-            part = any(box.size == shape for shard in known for box in shard.boxes)
-            if part and not any(shard.shape == shape for shard in known):
+            is_shard = any(box.size == shape for shard in known for box in shard.boxes)
+            if is_shard and not any(shard.shape == shape for shard in known):
                 raise CheckpointError(
-                    f"{name} of shape {shape} is this rank's part of {known[0].shape}; nothing says which.",
-                    remedy="Save `model.state_dict()` as it is, a `copy.deepcopy` of it, or the model.",
+                    f"{name} of shape {shape} is this rank's shard of {known[0].shape}, with no offset.",
+                    remedy="Save `model.state_dict()` unchanged, a `copy.deepcopy` of it, or the model.",
                 )
 
 
 def save_file(strategy: Any, content: Any, path: Any) -> None:
-    """Write content with ``torch.save``, or with the user's own checkpoint IO, from rank 0.
+    """Write content on rank zero with ``torch.save``, or with the user's own checkpoint IO.
 
     No rank waits for another, because old scripts save under ``if self.is_global_zero``.
     """
@@ -277,12 +282,12 @@ def save_file(strategy: Any, content: Any, path: Any) -> None:
 
 
 def load_content(target: Any, path: Any, weights_only: bool | None) -> Any:
-    """Read a checkpoint under the keys it was saved with; state dicts stay on disk until used. Collective.
+    """Read a checkpoint under the keys of its save; state dicts stay on disk until they are used. Collective.
 
     Args:
         target: The result of `state_of`.
         path: A path of any known format: a directory, a file or a URL.
-        weights_only: False executes code that whoever wrote a file may have put there.
+        weights_only: False to run code in the file, which its author may have put there.
     """
     source = StoredContent(target, path, weights_only)
     if not (source.keys["modules"] or source.keys["optimizers"]):
@@ -293,12 +298,12 @@ def load_content(target: Any, path: Any, weights_only: bool | None) -> Any:
     for key in source.keys["modules"]:
         content[key] = source.model(key)
     for index, key in enumerate(source.keys["optimizers"]):
-        content[key] = _own_names(source, index)
+        content[key] = _with_module_names(source, index)
     return content
 
 
-def _own_names(source: StoredContent, index: int) -> Any:
-    """An optimizer's state as its module names the parameters."""
+def _with_module_names(source: StoredContent, index: int) -> Any:
+    """Return an optimizer's state with the parameter names of its module."""
     assert source.optimizers is not None
     state = source.optimizers[index]
     names = [name for group in state["param_groups"] for name in group["params"]]

@@ -1,7 +1,7 @@
-"""Which copy of Fabric Lite is built on, and which of Lightning's copies an object comes from.
+"""Choose Lite's copy of Fabric, and tell Lightning's copies apart.
 
-Lightning exists twice, as ``lightning`` and as ``pytorch_lightning`` with ``lightning_fabric``, and each
-has its own classes. Old scripts mix them. This module tells them apart; it translates nothing.
+Lightning exists twice, as ``lightning`` and as ``pytorch_lightning`` with ``lightning_fabric``, and each copy
+has its own classes. Old scripts mix them. This module translates nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["FABRIC_ROOT", "base_of", "fabric_module", "is_from_lightning", "root
 
 
 def _fabric_root() -> str:
-    """The copy that is imported already, or else installed; ``lightning`` where both are."""
+    """Return the copy that is imported, or else installed; ``lightning`` if both are."""
     imported = [root for root in ("lightning.fabric", "lightning_fabric") if root in sys.modules]
     if imported:
         return imported[0]
@@ -25,18 +25,19 @@ def _fabric_root() -> str:
 
 
 FABRIC_ROOT = _fabric_root()
-"""Root of the copy of Fabric that Lite inherits from in this process."""
+"""The root of the copy of Fabric that Lite inherits from in this process."""
 
 
 def fabric_module(name: str = "") -> Any:
-    """A module of the Fabric in use, such as ``plugins``."""
+    """Return a module of the Fabric in use, such as ``plugins``."""
     return importlib.import_module(f"{FABRIC_ROOT}.{name}" if name else FABRIC_ROOT)
 
 
 def root_of(value: object, path: str, name: str) -> str | None:
-    """The tree whose class `name` in module `path` this is an instance of; Trainer's before Fabric's.
+    """Return the tree with class `name` in module `path` that a value is an instance of.
 
-    Trainer's precision and accelerator classes inherit from Fabric's, so that the order matters.
+    Trainer's tree comes before Fabric's, because Trainer's precision and accelerator classes inherit from
+    Fabric's.
     """
     for root in NAMESPACES:
         base = base_of(root, path, name)
@@ -46,10 +47,10 @@ def root_of(value: object, path: str, name: str) -> str | None:
 
 
 def base_of(root: str, path: str, name: str) -> Any:
-    """A class of a tree if its module is imported; else nothing can be an instance of it."""
+    """Return a class of a tree if its module is imported; else no object can be its instance."""
     return getattr(sys.modules.get(f"{root}.{path}"), name, None)
 
 
 def is_from_lightning(value: object) -> bool:
-    """Return True if its class is Lightning's own, and not a subclass that somebody wrote."""
+    """Return True if a value's class is Lightning's own, not a user's subclass."""
     return type(value).__module__.partition(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")

@@ -1,7 +1,7 @@
-"""From Lite's flags, with the meaning they had in LightningLite, to the keywords of ``Fabric(...)``.
+"""Translate Lite's flags, with their meaning in LightningLite, to the keywords of ``Fabric(...)``.
 
-A device that this machine lacks is an error here, before any process starts. Objects of Trainer's, or of
-the other copy of Lightning, become those of the Fabric in use.
+A device that this machine lacks raises an error here, before any process starts. Objects of Trainer, or of
+the other copy of Lightning, become objects of the Fabric in use.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from nnx_lite.strategies import fabric_strategy
 __all__ = ["fabric_arguments"]
 
 FLAGS = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins", "gpus", "tpu_cores")
-"""Names of the flags, in the order of the old constructor."""
+"""The names of the flags, in the order of the old constructor."""
 TRANSLATED = ("tpu_spawn", "ddp_sharded", "ddp_sharded_spawn")
-"""Strategy names that Lite took and that nothing registers any more; the catalog says what they became."""
+"""LightningLite's strategy names that nothing registers any more; the catalog has their successors."""
 _SPAWNING = ("ddp_sharded_spawn",)
 _DEFAULT_PRECISION = 32
 
@@ -39,7 +39,7 @@ def fabric_arguments(
     gpus: Any = None,
     tpu_cores: Any = None,
 ) -> dict[str, Any]:
-    """Keywords of ``Fabric(...)`` that mean what the flags meant in LightningLite.
+    """Return the keywords of ``Fabric(...)`` with the meaning of LightningLite's flags.
 
     Raises:
         OptionError: A flag's value is unknown, or flags contradict each other.
@@ -52,14 +52,14 @@ def fabric_arguments(
     if not isinstance(chosen, str):
         accelerator = take_accelerator(chosen, accelerator)
     hardware = choose_hardware(accelerator, devices, gpus, tpu_cores)
-    parts = choose_plugins(plugins)
+    chosen_plugins = choose_plugins(plugins)
     return {
         "accelerator": hardware.accelerator,
         "strategy": chosen,
         "devices": hardware.devices,
         "num_nodes": num_nodes,
-        "precision": _precision_beside(parts, chosen, precision),
-        "plugins": parts,
+        "precision": _precision_flag(chosen_plugins, chosen, precision),
+        "plugins": chosen_plugins,
     }
 
 
@@ -69,7 +69,7 @@ def _check_num_nodes(num_nodes: Any) -> None:
 
 
 def _choose_strategy(strategy: Any) -> Any:
-    """A name for Fabric, or an object of its strategy classes."""
+    """Return a name for Fabric, or an object of its strategy classes."""
     if strategy is None:
         return "auto"
     if isinstance(strategy, str):
@@ -97,8 +97,8 @@ def _by_name(name: str) -> Any:
     return successor
 
 
-def _precision_beside(plugins: list[Any], strategy: Any, precision: Any) -> str | None:
-    """The precision flag, which must stand back where a plugin or the strategy brings the precision."""
+def _precision_flag(plugins: list[Any], strategy: Any, precision: Any) -> str | None:
+    """Return the precision flag, or None if a plugin or the strategy sets the precision."""
     given = [type(plugin).__name__ for plugin in plugins if is_precision(plugin)]
     own = getattr(strategy, "_precision", None)
     given += [type(own).__name__] if own is not None else []
@@ -106,7 +106,7 @@ def _precision_beside(plugins: list[Any], strategy: Any, precision: Any) -> str 
         return choose_precision(precision)
     if precision not in (None, _DEFAULT_PRECISION):
         raise OptionError(
-            f"precision={precision!r} contradicts the {given[0]} that was passed as an object.",
+            f"precision={precision!r} contradicts the {given[0]} object that you passed.",
             remedy="Drop one of them.",
         )
     return None

@@ -1,4 +1,4 @@
-"""Devices: the flags that choose an accelerator and how many devices, and those of a strategy object."""
+"""Choose the accelerator and its devices from the flags and from a strategy object."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from nnx_lite.copies import fabric_module, is_from_lightning, root_of
 __all__ = ["ChosenHardware", "accelerator_name", "choose_hardware", "parse_devices", "take_accelerator"]
 
 ACCELERATORS = ("cpu", "gpu", "cuda", "mps", "tpu", "auto")
-"""Names that Lite takes, beside those that somebody registered with Fabric."""
+"""The names that Lite accepts, in addition to those registered with Fabric."""
 GONE_ACCELERATORS = {
     "ipu": "Graphcore's IPUs are no longer supported by Lightning",
     "hpu": "Intel Gaudi moved to the package lightning-habana",
 }
-"""Names of the past and what became of them."""
+"""Removed names, and the fate of each accelerator."""
 _NAMES = {
     "CPUAccelerator": "cpu",
     "CUDAAccelerator": "cuda",
@@ -26,15 +26,15 @@ _NAMES = {
     "XLAAccelerator": "tpu",
 }
 _CLASSES = {name: cls for cls, name in _NAMES.items()}
-_HOST_HAS_NO_INDICES = "Devices of the CPU are processes: pass their number, such as `devices=2`."
+_CPU_HAS_NO_INDICES = "Devices of the CPU are processes: pass their number, such as `devices=2`."
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenHardware:
-    """What Fabric is asked for.
+    """The accelerator and devices to request from Fabric.
 
     Attributes:
-        accelerator: A name, or an accelerator object of the user's own.
+        accelerator: A name, or an accelerator object of the user.
         devices: A number, indices, or ``"auto"``.
     """
 
@@ -45,11 +45,11 @@ class ChosenHardware:
 def choose_hardware(
     accelerator: Any, devices: Any, gpus: Any = None, tpu_cores: Any = None
 ) -> ChosenHardware:
-    """Read the four flags together.
+    """Combine the four flags.
 
     Args:
-        accelerator: Name, object or None, which is the CPU unless `gpus` or `tpu_cores` say otherwise.
-        devices: Number, indices, a string of either, ``"auto"``, -1 for all, or None and 0 for the CPU.
+        accelerator: A name or object. None means the CPU, unless `gpus` or `tpu_cores` is set.
+        devices: A number, indices, a string of either, ``"auto"``, or -1 for all. None and 0 mean the CPU.
         gpus: The same for GPUs.
         tpu_cores: The same for cores of a TPU.
 
@@ -69,8 +69,8 @@ def choose_hardware(
     if amount in (0, []):
         if chosen not in (None, "cpu", "auto"):
             raise OptionError(
-                f"devices={devices!r} asks for no device of accelerator={accelerator!r}.",
-                remedy="Pass how many devices to use, or `accelerator='cpu'`.",
+                f"devices={devices!r} requests no device of accelerator={accelerator!r}.",
+                remedy="Pass the number of devices, or `accelerator='cpu'`.",
             )
         return ChosenHardware("cpu", 1)
     chosen = "cpu" if chosen is None else chosen
@@ -78,7 +78,7 @@ def choose_hardware(
     if chosen == "cpu" and isinstance(amount, list):
         raise OptionError(
             f"devices={devices!r} are indices of devices, and the accelerator is the CPU.",
-            remedy=f"{_HOST_HAS_NO_INDICES} For GPUs add `accelerator='gpu'`.",
+            remedy=f"{_CPU_HAS_NO_INDICES} For GPUs add `accelerator='gpu'`.",
         )
     return ChosenHardware(chosen, "auto" if amount is None else amount)
 
@@ -87,11 +87,11 @@ def parse_devices(flag: str, value: Any) -> int | list[int] | str | None:
     """Read one flag that counts or lists devices; -1 is ``"auto"``.
 
     Args:
-        flag: Its name, for messages.
-        value: The value as the user gave it.
+        flag: The name of the flag, for messages.
+        value: The user's value.
 
     Raises:
-        OptionError: It is not a number, indices, or a string of either.
+        OptionError: The value is not a number, indices, or a string of either.
 
     Example:
         >>> parse_devices("devices", "1, 4"), parse_devices("gpus", "-1"), parse_devices("devices", "2")
@@ -109,11 +109,11 @@ def parse_devices(flag: str, value: Any) -> int | list[int] | str | None:
 
 
 def _from_text(flag: str, text: str) -> Any:
-    parts = [part.strip() for part in text.split(",")]
+    words = [word.strip() for word in text.split(",")]
     if text.strip().lower() == "auto":
         return "auto"
     try:
-        numbers = [int(part) for part in parts if part]
+        numbers = [int(word) for word in words if word]
     except ValueError:
         raise _unreadable(flag, text) from None
     if not numbers:
@@ -133,13 +133,13 @@ def _is_count(value: Any) -> bool:
 
 
 def _join_shorthands(accelerator: Any, devices: Any, shorthands: dict[str, Any]) -> tuple[Any, Any]:
-    """`gpus` and `tpu_cores` stand for an accelerator and its devices; 0 of them asks for nothing."""
+    """Replace `gpus` and `tpu_cores` by an accelerator and its devices; 0 of them means neither."""
     meant = {"gpus": ("gpu", "cuda", "mps"), "tpu_cores": ("tpu",)}
     given = {flag: amount for flag, amount in shorthands.items() if amount not in (None, 0, [])}
     if len(given) > 1:
         raise OptionError(
-            f"gpus={given['gpus']!r} and tpu_cores={given['tpu_cores']!r} ask for two accelerators.",
-            remedy="Keep the one to train on.",
+            f"gpus={given['gpus']!r} and tpu_cores={given['tpu_cores']!r} request two accelerators.",
+            remedy="Keep one of the two.",
         )
     for flag, amount in given.items():
         if accelerator not in (None, "auto", *meant[flag]):
@@ -157,10 +157,10 @@ def _join_shorthands(accelerator: Any, devices: Any, shorthands: dict[str, Any])
 
 
 def accelerator_name(accelerator: Any) -> Any:
-    """The name of an accelerator, given as name or object; an object of the user's own stays itself.
+    """Return the name of an accelerator given as name or object; a user's own object stays itself.
 
     Raises:
-        OptionError: It is unknown, or an object of another copy of Lightning.
+        OptionError: The accelerator is unknown, or an object of another copy of Lightning.
     """
     if accelerator is None:
         return None
@@ -208,7 +208,7 @@ def _check_available(accelerator: Any) -> None:
     """Refuse hardware that this machine does not have.
 
     Raises:
-        UnsupportedError: With what it has.
+        UnsupportedError: The machine lacks it. The error names the available accelerators.
     """
     accelerators = fabric_module("accelerators")
     here = [name for name, cls in _CLASSES.items() if getattr(accelerators, cls).is_available()]
@@ -218,18 +218,20 @@ def _check_available(accelerator: Any) -> None:
         return
     if accelerator == "gpu" or accelerator in _CLASSES:
         raise UnsupportedError(
-            f"accelerator={accelerator!r} was asked for, and torch finds none on this machine; it finds "
+            f"accelerator={accelerator!r} was requested, and torch finds none on this machine; it finds "
             f"{', '.join(here)}.",
-            remedy="Run on a machine with one, or pass `accelerator='auto'` to take what there is.",
+            remedy="Run on a machine with one, or pass `accelerator='auto'` to use an available one.",
         )
 
 
 def take_accelerator(strategy: Any, flag: Any) -> Any:
-    """The accelerator that a strategy object brings, which then is Fabric's to set; else the flag's.
+    """Return the accelerator of a strategy object, or else the flag's.
+
+    The strategy object loses its accelerator, because Fabric sets it.
 
     Args:
         strategy: The strategy for the Fabric in use.
-        flag: The accelerator flag, None if it was not given.
+        flag: The accelerator flag; None if it was not given.
 
     Raises:
         OptionError: The two differ.

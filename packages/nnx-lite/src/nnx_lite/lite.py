@@ -27,22 +27,22 @@ __all__ = ["Lite"]
 
 
 class Lite(Fabric):
-    """A training loop of your own on any device and with any strategy: put it in `run`.
+    """Runs your own training loop on any device and with any strategy: write the loop in `run`.
 
-    The flags have the names, the order and the meaning of LightningLite's; ``docs/lite.md`` lists them all.
+    The flags have the names, order and meaning of LightningLite's; ``docs/lite.md`` lists all of them.
 
     Args:
-        accelerator: ``"cpu"`` (the default), ``"gpu"``, ``"tpu"``, ``"auto"``, or what Fabric takes.
+        accelerator: ``"cpu"`` (the default), ``"gpu"``, ``"tpu"``, ``"auto"``, or another value for Fabric.
         strategy: A name that ``nnx list`` or Lightning knows, or a strategy object of Trainer or Fabric.
-        devices: The number of devices, or which (``[1, 4]``, ``"1, 4"``); -1 or ``"auto"`` for all, 0 or
-            None for the CPU.
-        num_nodes: Number of machines.
-        precision: 16, 32, 64, ``"bf16"``, or Lightning's strings of today.
+        devices: The number of devices, or their indices (``[1, 4]``, ``"1, 4"``). -1 and ``"auto"`` mean all,
+            0 and None the CPU.
+        num_nodes: The number of machines.
+        precision: 16, 32, 64, ``"bf16"``, or one of Lightning's present strings.
         plugins: A cluster environment, precision plugin or checkpoint IO, or a list of these.
         gpus: Short for `devices` with ``accelerator="gpu"``.
         tpu_cores: Short for `devices` with ``accelerator="tpu"``.
-        callbacks: The same as for Fabric.
-        loggers: The same as for Fabric.
+        callbacks: Callbacks for Fabric.
+        loggers: Loggers for Fabric.
 
     Raises:
         OptionError: A flag's value is unknown, or flags contradict each other.
@@ -84,10 +84,10 @@ class Lite(Fabric):
         super().__init__(**chosen, callbacks=callbacks, loggers=loggers)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Override this with your loop. Calling it starts the processes and returns rank 0's value.
+        """Override this with your loop. A call starts the processes and returns rank zero's value.
 
         Raises:
-            UnsupportedError: It was not overridden.
+            UnsupportedError: The method was not overridden.
         """
         raise UnsupportedError(
             f"{type(self).__name__}.run has no body.",
@@ -97,20 +97,20 @@ class Lite(Fabric):
     def setup(  # type: ignore[override] # Fabric calls the model a module
         self, model: nn.Module, *optimizers: Optimizer, move_to_device: bool = True, scheduler: Any = None
     ) -> Any:
-        """Set up a model, and the optimizers over its parameters. Call it once for each model.
+        """Set up a model, and the optimizers of its parameters. Call it once for each model.
 
         Args:
-            model: The model; under strategies that lay it out again the same object changes in place.
+            model: The model. Strategies that shard it change the same object in place.
             *optimizers: None, one or several.
-            move_to_device: False leaves the model where it is, for models placed by hand.
-            scheduler: The same as for Fabric.
+            move_to_device: False to leave the model on its device, for models placed by hand.
+            scheduler: A scheduler for Fabric.
 
         Returns:
-            The model; with optimizers, the list of the model and each of them, and then the scheduler.
+            The model; with optimizers, a list of the model, each optimizer, and then the scheduler.
         """
         made = super().setup(model, *optimizers, scheduler=scheduler, move_to_device=move_to_device)
         wrapped, *rest = made if optimizers else (made,)
-        module = self._take(wrapped)
+        module = self._wrap_module(wrapped)
         count = len(optimizers)
         others = [*wrap_optimizers(self, model, rest[:count]), *rest[count:]]
         return [module, *others] if optimizers else module
@@ -118,19 +118,19 @@ class Lite(Fabric):
     def setup_module(
         self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True
     ) -> Any:
-        """Set up a model alone; its optimizers may follow in ``setup_optimizers``."""
+        """Set up a model alone; ``setup_optimizers`` may set up its optimizers later."""
         made = super().setup_module(module, move_to_device=move_to_device, _reapply_compile=_reapply_compile)
-        return self._take(made)
+        return self._wrap_module(made)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Set up optimizers of models that were set up before: one, or a list of several."""
+        """Set up optimizers of models that are already set up: one, or a list of several."""
         made = super().setup_optimizers(*optimizers)
         several = made if isinstance(made, tuple) else (made,)
         wrapped = wrap_optimizers(self, None, several)
         return wrapped if len(wrapped) > 1 else wrapped[0]
 
-    def _take(self, wrapped: Any) -> Any:
-        leave_process_group_at_exit()  # Lightning's strategies do so under NCCL only
+    def _wrap_module(self, wrapped: Any) -> Any:
+        leave_process_group_at_exit()  # Lightning's strategies do this under NCCL only
         module = wrap_module(self, wrapped)
         self._set_up.append(module.module)
         return module
@@ -138,46 +138,46 @@ class Lite(Fabric):
     def setup_dataloaders(  # type: ignore[override] # Fabric calls the switch differently
         self, *dataloaders: Any, replace_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
-        """Set up loaders: every process reads its share, on its device.
+        """Set up loaders, so that every process reads its share onto its device.
 
         Args:
             *dataloaders: One or several.
-            replace_sampler: False keeps a sampler of your own.
-            move_to_device: False leaves the data where the loader puts it.
+            replace_sampler: False to keep your own sampler.
+            move_to_device: False to leave the data on the loader's device.
 
         Returns:
-            The loader, or a list where there are several.
+            The loader, or a list of several.
         """
         return super().setup_dataloaders(
             *dataloaders, use_distributed_sampler=replace_sampler, move_to_device=move_to_device
         )
 
     def reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce tensors over the processes, in tensors of their own; numbers and collections will do too.
+        """Reduce tensors, numbers or collections over the processes, without changing the input.
 
         Args:
             data: A tensor, a number, or a collection of these.
-            group: The processes that take part; all by default.
+            group: The process group; all processes by default.
             reduce_op: ``"mean"``, ``"sum"``, or an operation of torch.distributed.
         """
-        copied = apply_to_collection(data, Tensor, Tensor.clone)  # Fabric's own writes into what it is given
+        copied = apply_to_collection(data, Tensor, Tensor.clone)  # Fabric's `all_reduce` changes its input
         return self.all_reduce(copied, group=group, reduce_op=reduce_op)
 
     def reduce_decision(self, decision: bool) -> bool:
-        """Return True if all processes say yes: for stopping early on every one of them or on none."""
+        """Return True if all processes pass True, so that they stop early together or not at all."""
         return bool(self.reduce(float(decision), reduce_op="sum").item() == self.world_size)
 
     def save(self, content: Any, filepath: Any, filter: Any = None) -> None:
         """Save a dict. Call it on every process.
 
-        Models and optimizers in it, and under an engine their ``state_dict()`` too, go to an nnx checkpoint:
-        a directory that all processes write together, Trainer resumes and every strategy reads. Anything else
-        is a file that process 0 writes, and no other process is waited for.
+        Models, optimizers and an engine's ``state_dict()`` go to an nnx checkpoint: a directory that all
+        processes write together, that Trainer resumes, and that every strategy reads. Other content goes to a
+        file. Rank zero writes the file, and waits for no other process.
 
         Args:
-            content: The objects to save, by keys of your own.
-            filepath: Where. Fabric's order of the two, path first, is understood as well.
-            filter: The same as for Fabric; with it content is saved as Fabric does.
+            content: The objects to save, by your own keys.
+            filepath: The path. Fabric's argument order, path first, also works.
+            filter: A filter for Fabric, which then saves the content.
 
         Raises:
             CheckpointError: The content cannot be stored.
@@ -201,16 +201,16 @@ class Lite(Fabric):
         """Load a checkpoint of any format and any strategy. Collective: call it on every process.
 
         Args:
-            filepath: What `save`, Fabric, Trainer or ``torch.save`` wrote.
-            state: Objects to restore in place by key; by default the content is returned.
-            strict: Refuse keys of `state` that the checkpoint lacks.
-            weights_only: False executes code that whoever wrote a file may have put there.
+            filepath: A checkpoint of `save`, Fabric, Trainer or ``torch.save``.
+            state: Objects to restore in place by key. By default `load` returns the content.
+            strict: True to refuse keys of `state` that the checkpoint lacks.
+            weights_only: False to run code in the file; pass it only for files that you trust.
 
         Returns:
-            The content under its keys, state dicts still on disk; with `state`, what is left of it.
+            The content under its keys, with state dicts still on disk; with `state`, the remaining content.
 
         Raises:
-            CheckpointError: There is no checkpoint, or it is damaged or of another model.
+            CheckpointError: The checkpoint is missing, damaged or of another model.
         """
         target = state_of(self.strategy, self._set_up)
         if target is None:

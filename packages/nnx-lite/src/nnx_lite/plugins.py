@@ -1,4 +1,4 @@
-"""Cluster environments and checkpoint IO of any copy of Lightning as those of the Fabric in use."""
+"""Translate cluster environments and checkpoint IO of any copy of Lightning to the Fabric in use."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["choose_plugins", "fabric_checkpoint_io", "fabric_cluster_environment
 
 
 def choose_plugins(plugins: Any) -> list[Any]:
-    """Fabric's plugins for what the user passed: None, one, or several.
+    """Return Fabric's plugins for the user's value: None, one, or several.
 
     Raises:
-        OptionError: One is of a kind that only Trainer, or only the old Lite, knew.
+        OptionError: A plugin is of a kind that only Trainer, or only LightningLite, supports.
     """
     if plugins is None:
         return []
@@ -36,16 +36,16 @@ def _translate(plugin: Any) -> Any:
 
 
 def fabric_cluster_environment(environment: Any) -> Any:
-    """The same environment, or one of the Fabric in use that asks it."""
+    """Return the same environment, or a wrapper of it for the Fabric in use."""
     ours = fabric_module("plugins.environments").ClusterEnvironment
     return environment if isinstance(environment, ours) else _ForeignEnvironment(environment)
 
 
 def fabric_checkpoint_io(io: Any) -> Any:
-    """The same checkpoint IO, or one of the Fabric in use that hands everything to it.
+    """Return the same checkpoint IO, or a wrapper of it for the Fabric in use.
 
     Raises:
-        OptionError: It only works around another, and has none.
+        OptionError: The checkpoint IO wraps another, and has none.
     """
     if getattr(io, "checkpoint_io", io) is None:
         raise OptionError(
@@ -61,7 +61,7 @@ def _refused(plugin: Any) -> OptionError:
     kind = plugin if isinstance(plugin, str) else type(plugin).__name__
     if isinstance(plugin, str) or root_of(plugin, "strategies", "Strategy") is not None:
         return OptionError(
-            f"plugins={kind!r} is a strategy, which the first LightningLite took as a plugin.",
+            f"plugins={kind!r} is a strategy, which the first LightningLite accepted as a plugin.",
             remedy="Pass it as `strategy=`.",
         )
     if root_of(plugin, "plugins.layer_sync", "LayerSync") is not None:
@@ -70,13 +70,13 @@ def _refused(plugin: Any) -> OptionError:
             remedy="Call `torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)` before `self.setup`.",
         )
     return OptionError(
-        f"plugins={kind!r} is none that Lite knows.",
+        f"plugins={kind!r} is not a kind that Lite knows.",
         remedy=f"Pass a ClusterEnvironment, a CheckpointIO or a Precision of {FABRIC_ROOT}.plugins.",
     )
 
 
 class _ForeignEnvironment(fabric_module("plugins.environments").ClusterEnvironment):  # type: ignore[misc]
-    """A cluster environment of another copy of Lightning: every question goes to it."""
+    """A wrapper that forwards every call to a cluster environment of another copy of Lightning."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -123,7 +123,7 @@ class _ForeignEnvironment(fabric_module("plugins.environments").ClusterEnvironme
 
 
 class _ForeignIO(fabric_module("plugins.io").CheckpointIO):  # type: ignore[misc]
-    """A checkpoint IO of another copy of Lightning: every call goes to it."""
+    """A wrapper that forwards every call to a checkpoint IO of another copy of Lightning."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""The precision flag, and Trainer's precision plugins as Fabric's."""
+"""Translate the precision flag, and Trainer's precision plugins, to Fabric."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ OLD_PRECISIONS: dict[Any, str] = {
     "64": "64-true",
     "bf16": "bf16-mixed",
 }
-"""What Lite took, and what Lightning calls it now."""
+"""LightningLite's values, and Lightning's present strings for them."""
 PRECISIONS = (
     *("16-mixed", "bf16-mixed", "16-true", "bf16-true", "32-true", "64-true"),
     *("transformer-engine", "transformer-engine-float16"),
 )
-"""Lightning's strings of today."""
+"""Lightning's present strings."""
 _SAME_CLASS = ("FSDPPrecision", "DeepSpeedPrecision", "XLAPrecision", "HalfPrecision")
 
 
 def choose_precision(precision: Any) -> str | None:
-    """Lightning's string for the flag; None leaves it to Fabric.
+    """Return Lightning's string for the flag; None leaves the choice to Fabric.
 
     Raises:
-        OptionError: It is unknown.
+        OptionError: The value is unknown.
 
     Example:
         >>> choose_precision(16), choose_precision("bf16"), choose_precision("64-true")
@@ -55,14 +55,13 @@ def choose_precision(precision: Any) -> str | None:
 
 
 def fabric_precision(plugin: Any) -> Any:
-    """One of Fabric's precision plugins that does what a plugin of Trainer's or of another copy does.
+    """Return a precision plugin of Fabric that does the same as a plugin of Trainer or of another copy.
 
     Args:
-        plugin: An object of Lightning's own or nnx's classes; a subclass of the user's has methods that
-            Fabric would never call.
+        plugin: A plugin of Lightning or nnx. Fabric would never call the methods of a user's subclass.
 
     Raises:
-        OptionError: There is no such plugin in Fabric.
+        OptionError: Fabric has no such plugin.
     """
     plugins = fabric_module("plugins")
     kind, precision = type(plugin).__name__, str(plugin.precision)
@@ -78,23 +77,23 @@ def fabric_precision(plugin: Any) -> Any:
         if precision in ("32-true", "64-true"):
             return plugins.DoublePrecision() if precision == "64-true" else plugins.Precision()
     raise OptionError(
-        f"plugins={kind}(precision={precision!r}) is Trainer's, and Fabric has no counterpart of it.",
+        f"plugins={kind}(precision={precision!r}) is a plugin of Trainer without a counterpart in Fabric.",
         remedy=f"Subclass {FABRIC_ROOT}.plugins.Precision, or pass `precision=` instead.",
     )
 
 
 def _device_of(plugin: Any) -> str:
-    """The device type of a plugin for mixed precision; nnx's own serve all there are."""
+    """Return the device type of a plugin for mixed precision; nnx's own plugins serve all types."""
     import torch
 
     return str(getattr(plugin, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def is_precision(plugin: Any) -> bool:
-    """Return True if it is a precision plugin."""
+    """Return True if an object is a precision plugin."""
     return precision_root(plugin) is not None
 
 
 def precision_root(plugin: Any) -> str | None:
-    """The tree whose precision plugin this is; None if it is none."""
+    """Return the tree of a precision plugin, or None for another object."""
     return root_of(plugin, "plugins.precision", "Precision")

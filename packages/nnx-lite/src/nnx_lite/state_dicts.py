@@ -1,8 +1,8 @@
-"""State dicts that know where their tensors are, so that a rank's shard is never taken for the whole.
+"""Provide state dicts that describe their shards, so that no shard passes for the full tensor.
 
-Under nnx's strategies ``model.state_dict()`` holds what this rank holds. `ModuleState` remembers the
-shards behind it, and `OptimizerStateDict` whose state it is. `nnx_lite.checkpoint` saves them;
-here they are copied back in memory, which communicates nothing.
+Under nnx's strategies ``model.state_dict()`` holds this rank's shards. `ModuleState` keeps their description,
+and `OptimizerStateDict` keeps the module of its names. `nnx_lite.checkpoint` saves them. This module copies
+them back in memory, without communication.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from nnx_core.errors import CheckpointError
 
 __all__ = ["ModuleState", "OptimizerStateDict", "fill_module", "fill_optimizer", "holds_shards"]
 
-_TAKE_IT_WHOLE = "Take `model.state_dict()` as it is, or `copy.deepcopy` of it, and change values in place."
+_REMEDY = "Use `model.state_dict()` or a `copy.deepcopy` of it, and change values in place only."
 
 
 class ModuleState(OrderedDict[str, Any]):
-    """A module's ``state_dict`` whose values are what this rank holds.
+    """A module's ``state_dict`` with this rank's shards as values.
 
     Args:
         values: The values by name, as torch returns them.
-        shards: The same by name, as the engine describes it.
-        owner: The module; None in a copy whose module is gone.
+        shards: The same values by name, as the engine describes them.
+        owner: The module; None in a copy whose module was deleted.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class ModuleState(OrderedDict[str, Any]):
         return made
 
     def described(self) -> dict[str, Any]:
-        """By name the shard of every tensor, and other values as they are.
+        """Return the shard of every tensor by name, and other values unchanged.
 
         Raises:
-            CheckpointError: A value was put in that is neither the whole tensor nor this rank's part.
+            CheckpointError: A new value is neither the full tensor nor this rank's shard.
         """
         return {name: self._described(name, value) for name, value in self.items()}
 
@@ -69,15 +69,15 @@ class ModuleState(OrderedDict[str, Any]):
             return Shard(known.shape, value.dtype, known.boxes, (value.detach(),))
         raise CheckpointError(
             f"{name} is {tuple(value.shape)} in the state dict and {known.shape} in the model.",
-            remedy=_TAKE_IT_WHOLE,
+            remedy=_REMEDY,
         )
 
 
 class OptimizerStateDict(dict[str, Any]):
-    """An optimizer's state by parameter name, and which module the names are of.
+    """An optimizer's state by parameter name, with the module of these names.
 
     Args:
-        values: As `nnx_checkpoint.reading.state.OptimizerState`.
+        values: The values, as in `nnx_checkpoint.reading.state.OptimizerState`.
         owner: The module.
     """
 
@@ -87,7 +87,7 @@ class OptimizerStateDict(dict[str, Any]):
 
 
 def holds_shards(value: Any) -> bool:
-    """Return True if a value of a checkpoint's content is, or holds, what only this rank has."""
+    """Return True if a value is or holds a shard of this rank."""
     if isinstance(value, (ModuleState, OptimizerStateDict, Shard, DTensor)):
         return True
     if isinstance(value, Mapping):
@@ -96,7 +96,7 @@ def holds_shards(value: Any) -> bool:
 
 
 def as_shard(value: Any) -> Any:
-    """A tensor as a shard; anything else as it is."""
+    """Return a tensor as a shard, and any other value unchanged."""
     return shard_of(value) if isinstance(value, Tensor) else value
 
 
@@ -104,19 +104,19 @@ def fill_module(mine: Mapping[str, Any], source: Mapping[str, Any], *, strict: b
     """Copy a state dict in memory into a module's shards.
 
     Args:
-        mine: The module's own shards by name, tied names included.
-        source: Shards of the same layout, or complete tensors, by name.
-        strict: Refuse missing and unexpected names.
+        mine: The module's own shards by name, including tied names.
+        source: Shards of the same layout, or full tensors, by name.
+        strict: True to refuse missing and unexpected names.
 
     Raises:
-        CheckpointError: Names or shapes differ, or the parts are those of another layout.
+        CheckpointError: Names or shapes differ, or the shards have another layout.
     """
     missing = [name for name in mine if name not in source]
     unexpected = [name for name in source if name not in mine]
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"the state dict is of another model; missing: {missing[:8]}, unexpected: {unexpected[:8]}.",
-            remedy="Build the model as it was, or pass `strict=False`.",
+            remedy="Build the model as it was saved, or pass `strict=False`.",
         )
     for name, shard in mine.items():
         if isinstance(shard, Shard) and name in source:
@@ -124,14 +124,14 @@ def fill_module(mine: Mapping[str, Any], source: Mapping[str, Any], *, strict: b
 
 
 def fill_optimizer(mine: Mapping[str, Any], source: Mapping[str, Any]) -> None:
-    """Copy an optimizer's state in memory into the tensors that it has.
+    """Copy an optimizer's state in memory into its existing tensors.
 
     Args:
         mine: The optimizer's own state by parameter name.
-        source: The same, taken earlier.
+        source: An earlier state of the same optimizer.
 
     Raises:
-        CheckpointError: It has no state yet, or the layout is another.
+        CheckpointError: The optimizer has no state yet, or the layout differs.
     """
     for parameter, entries in source["state"].items():
         own = mine["state"].get(parameter, {})
@@ -141,7 +141,7 @@ def fill_optimizer(mine: Mapping[str, Any], source: Mapping[str, Any]) -> None:
             if name not in own:
                 raise CheckpointError(
                     f"the optimizer has no {name} of {parameter} yet to copy into.",
-                    remedy="Save the state with `self.save` and load it with `self.load`, which makes it.",
+                    remedy="Save it with `self.save` and load it with `self.load`, which allocates state.",
                 )
             _copy(f"{parameter}.{name}", as_shard(value), own[name])
 
@@ -150,7 +150,7 @@ def _copy(name: str, source: Any, target: Shard) -> None:
     if source.shape != target.shape:
         raise CheckpointError(
             f"{name} is {source.shape} in the state dict and {target.shape} in the model.",
-            remedy=_TAKE_IT_WHOLE,
+            remedy=_REMEDY,
         )
     if source.boxes == target.boxes:
         for theirs, view in zip(source.data, target.data, strict=True):
@@ -159,6 +159,6 @@ def _copy(name: str, source: Any, target: Shard) -> None:
         target.fill_from(source.data[0])
     else:
         raise CheckpointError(
-            f"{name} lies in other parts in the state dict than in the model.",
+            f"{name} is sharded in another way in the state dict than in the model.",
             remedy="Save it with `self.save` and load it with `self.load`, which reads any layout.",
         )

@@ -1,7 +1,7 @@
-"""Strategy objects of Trainer, or of another copy of Lightning, as strategies of the Fabric in use.
+"""Translate strategy objects of Trainer, or of another copy of Lightning, to the Fabric in use.
 
-Lightning's own are built again from what their constructors kept; nnx's from the backend's class and
-options. A subclass of the user's is refused: what it overrides would be lost.
+Lightning's own strategies are rebuilt from the attributes that their constructors set, and nnx's from the
+backend's class and options. A user's subclass is refused, because its overrides would be lost.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ __all__ = ["RECIPES", "Recipe", "fabric_strategy"]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a strategy class of Fabric is built from an object of Trainer's class of the same name.
+    """The way to build a strategy class of Fabric from an object of Trainer's class of the same name.
 
     Attributes:
-        arguments: Keyword of the constructor, and the attribute that keeps it; Trainer's name of it first and
-            Fabric's second where they differ.
-        options: The attribute that keeps further keywords, likewise.
-        copied: Attributes that the constructor computes and that are taken over.
-        refused: Attributes that Fabric has no counterpart of; they must be None.
+        arguments: The attributes that hold each constructor keyword, Trainer's name before Fabric's.
+        options: The attributes that hold further keywords, in the same order.
+        copied: Attributes that the constructor computes, and that are copied.
+        refused: Attributes without a counterpart in Fabric, which must be None, and a remedy for each.
     """
 
     arguments: Mapping[str, tuple[str, ...]]
@@ -39,11 +38,11 @@ class Recipe:
 
 
 _GROUP = {"process_group_backend": ("_process_group_backend",), "timeout": ("_timeout",)}
-_KEPT_AS_NAMED = (
+_SAME_NAME = (
     *("remote_device", "config", "load_full_weights", "exclude_frozen_parameters"),
     *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
 )
-_HOOKS = "Register the hook on the model that `self.setup` returns, or write it as a strategy of Fabric's."
+_HOOKS = "Register the hook on the model that `self.setup` returns, or write a strategy for Fabric."
 
 RECIPES: dict[str, Recipe] = {
     "SingleDeviceStrategy": Recipe({"device": ("_root_device",)}),
@@ -69,46 +68,46 @@ RECIPES: dict[str, Recipe] = {
         options=("kwargs", "_fsdp_kwargs"),
         copied=("_activation_checkpointing_kwargs",),
     ),
-    "DeepSpeedStrategy": Recipe({**_GROUP, **{name: (name,) for name in _KEPT_AS_NAMED}}),
+    "DeepSpeedStrategy": Recipe({**_GROUP, **{name: (name,) for name in _SAME_NAME}}),
     "XLAStrategy": Recipe({"sync_module_states": ("_sync_module_states",)}),
     "DataParallelStrategy": Recipe({}),
 }
-"""By class name; Trainer has no DataParallelStrategy, but both copies of Fabric do."""
+"""The recipes by class name. Trainer has no DataParallelStrategy, but both copies of Fabric do."""
 
 REFUSED = {
-    "ModelParallelStrategy": "Trainer's is told by `configure_model` how to split, which Lite has not; pass "
+    "ModelParallelStrategy": "Trainer's needs `configure_model` to split the model, which Lite lacks; pass "
     "Fabric's with its `parallelize_fn`.",
 }
-"""Classes of Lightning's that cannot be translated, and what to do."""
+"""Lightning's classes that cannot be translated, and a remedy for each."""
 
 
 def fabric_strategy(strategy: Any) -> Any:
-    """The strategy for the Fabric in use that a strategy object stands for.
+    """Return the strategy of the Fabric in use that corresponds to a strategy object.
 
     Args:
-        strategy: A strategy of Trainer or Fabric, of either copy of Lightning, Lightning's own or nnx's.
+        strategy: A strategy of Trainer or Fabric, of either copy of Lightning, or of nnx.
 
     Raises:
-        OptionError: It cannot be translated.
+        OptionError: The strategy cannot be translated.
     """
     if root_of(strategy, "strategies", "Strategy") == FABRIC_ROOT:
         return strategy
     kind = type(strategy).__name__
     if isinstance(strategy, ParallelProcesses):
-        made = _of_nnx(strategy)
+        made = _from_nnx(strategy)
     elif not is_from_lightning(strategy):
         raise OptionError(
-            f"strategy={kind}() is a subclass of {_parent(strategy)}; Fabric never calls what it overrides.",
+            f"strategy={kind}() is a subclass of {_parent(strategy)}; Fabric never calls its overrides.",
             remedy=f"Inherit from the class of this name in {FABRIC_ROOT}.strategies.",
         )
     elif kind in RECIPES:
-        made = _of_lightning(strategy, RECIPES[kind])
+        made = _from_lightning(strategy, RECIPES[kind])
     else:
         remedy = REFUSED.get(kind, f"Pass one of {FABRIC_ROOT}.strategies.")
         raise OptionError(
             f"strategy={kind}() of {type(strategy).__module__} has no counterpart in Fabric.", remedy=remedy
         )
-    return _take_over_parts(strategy, made)
+    return _copy_plugins(strategy, made)
 
 
 def _parent(strategy: Any) -> str:
@@ -116,12 +115,12 @@ def _parent(strategy: Any) -> str:
     return f"{parent.__module__}.{parent.__qualname__}"
 
 
-def _of_nnx(strategy: ParallelProcesses) -> Any:
+def _from_nnx(strategy: ParallelProcesses) -> Any:
     backend = type(strategy.backend)(strategy.backend.options)
     return get_namespace(FABRIC_ROOT).strategy_class()(backend, name=strategy.name, common=strategy.common)
 
 
-def _of_lightning(strategy: Any, recipe: Recipe) -> Any:
+def _from_lightning(strategy: Any, recipe: Recipe) -> Any:
     for attribute, remedy in recipe.refused.items():
         if getattr(strategy, attribute, None) is not None:
             raise OptionError(
@@ -140,8 +139,8 @@ def _first(strategy: Any, names: tuple[str, ...]) -> Any:
     return next(getattr(strategy, name) for name in names if hasattr(strategy, name))
 
 
-def _take_over_parts(strategy: Any, made: Any) -> Any:
-    """What every strategy may be given: devices, environment, precision, checkpoint IO, accelerator."""
+def _copy_plugins(strategy: Any, made: Any) -> Any:
+    """Copy the common attributes: devices, environment, precision, checkpoint IO and accelerator."""
     if getattr(strategy, "parallel_devices", None):
         made.parallel_devices = strategy.parallel_devices
     environment = getattr(strategy, "cluster_environment", None)

@@ -1,6 +1,7 @@
-"""What `Lite.setup` returns: Fabric's wrappers, whose state dicts work under every strategy.
+"""Wrap models and optimizers for Lite, so that their state dicts work under every strategy.
 
-Fabric's own pass ``state_dict`` and ``load_state_dict`` to torch, which knows nothing of an engine's shards.
+Fabric's own wrappers pass ``state_dict`` and ``load_state_dict`` to torch, which does not know an engine's
+shards.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ __all__ = ["LiteModule", "LiteOptimizer", "unwrap", "wrap_module", "wrap_optimiz
 
 
 class LiteModule(_FabricModule):
-    """The model as Fabric wraps it; its ``state_dict`` can be saved and loaded under every strategy."""
+    """Fabric's wrapper of a model; its ``state_dict`` can be saved and loaded under every strategy."""
 
     _strategy: Any
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's; where an engine holds the model, the values are what this rank has of them."""
+        """Return torch's state dict; under an engine, the values are this rank's shards."""
         values = super().state_dict(*args, **kwargs)
         if not isinstance(self._strategy, FabricAdapter) or args or kwargs:
             return values
@@ -45,7 +46,7 @@ class LiteModule(_FabricModule):
     def load_state_dict(  # type: ignore[override] # as Fabric's
         self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any
     ) -> Any:
-        """Fill the model with what `state_dict` or `Lite.load` returned. Collective under an engine."""
+        """Fill the model from a result of `state_dict` or `Lite.load`. Collective under an engine."""
         if not isinstance(self._strategy, FabricAdapter):
             return super().load_state_dict(state_dict, strict=strict, **kwargs)
         module, backend = self._original_module, self._strategy.backend
@@ -63,19 +64,22 @@ class LiteModule(_FabricModule):
 
 
 class LiteOptimizer(_FabricOptimizer):
-    """An optimizer as Fabric wraps it; its state goes by parameter name where an engine holds it."""
+    """Fabric's wrapper of an optimizer; under an engine, its state is keyed by parameter name."""
 
     _strategy: Any
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, or by parameter name, tensors being what this rank has of them."""
+        """Return torch's state dict; under an engine, this rank's shards by parameter name."""
         values = super().state_dict()
         if not isinstance(self._strategy, FabricAdapter):
             return values
         return OptimizerStateDict(values, self._strategy.owner_of(self.optimizer))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore in place from what `state_dict` or `Lite.load` returned. Collective under an engine."""
+        """Restore the optimizer in place from a result of `state_dict` or `Lite.load`.
+
+        Collective under an engine.
+        """
         if not isinstance(self._strategy, FabricAdapter):
             self.optimizer.load_state_dict(complete_optimizer_state(state_dict))
             return
@@ -90,14 +94,14 @@ class LiteOptimizer(_FabricOptimizer):
 
 
 def complete_optimizer_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state as torch takes it: numbered, its tensors read."""
+    """Return an optimizer's state in torch's format: numbered, with tensors in memory."""
     if numbers_parameters(state) or not any(group["params"] for group in state["param_groups"]):
         return dict(state)
     return numbered_optimizer_state(read_optimizer_state(state))
 
 
 def wrap_module(fabric: Any, wrapped: _FabricModule) -> LiteModule:
-    """Lite's wrapper in place of the one that Fabric made."""
+    """Replace Fabric's wrapper by Lite's."""
     made = LiteModule(wrapped._forward_module, fabric.strategy, original_module=wrapped._original_module)
     made._device, made._dtype = wrapped._device, wrapped._dtype
     return made
@@ -106,7 +110,7 @@ def wrap_module(fabric: Any, wrapped: _FabricModule) -> LiteModule:
 def wrap_optimizers(
     fabric: Any, module: nn.Module | None, wrapped: Sequence[_FabricOptimizer]
 ) -> list[LiteOptimizer]:
-    """Lite's wrappers in place of those that Fabric made, which a LightningModule is told as well."""
+    """Replace Fabric's wrappers by Lite's, also in a LightningModule."""
     made = [LiteOptimizer(each.optimizer, fabric.strategy, fabric._callbacks) for each in wrapped]
     if module is not None and hasattr(module, "_fabric_optimizers"):
         setattr(module, "_fabric_optimizers", made)  # noqa: B010 # torch would type it as a parameter
@@ -114,7 +118,7 @@ def wrap_optimizers(
 
 
 def unwrap(content: Any) -> Any:
-    """Content of a checkpoint with the user's own modules and optimizers in place of wrappers at its top."""
+    """Replace wrappers at the top of a checkpoint's content by the user's modules and optimizers."""
     if isinstance(content, _FabricModule):
         return content.module
     if isinstance(content, _FabricOptimizer):

@@ -1,7 +1,8 @@
-"""nnx-ray: every nnx strategy on a Ray cluster, started from a plain script.
+"""Run every nnx strategy on a Ray cluster, started from a plain script.
 
-`launcher` holds what `nnx.strategy(..., launcher="ray")` uses, and `cluster` what it knows of the cluster and
-what runs in Ray's actors. Importing this package imports neither Ray nor torch.
+`launcher` holds the launcher behind `nnx.strategy(..., launcher="ray")`. `cluster` holds the connection to
+the cluster and its workers, and `actors` the code that runs in Ray's actors. Importing this package imports
+neither Ray nor torch.
 """
 
 from __future__ import annotations

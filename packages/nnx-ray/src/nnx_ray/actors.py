@@ -1,7 +1,4 @@
-"""Code that runs in Ray's actors.
-
-One worker for each process of a run, and the journal of all of them.
-"""
+"""Run code in Ray's actors: one worker for each process of a run, and the event log of all workers."""
 
 from __future__ import annotations
 
@@ -29,11 +26,11 @@ _PARENT_DEATH = 1
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a worker runs.
+class WorkerInfo:
+    """The location and software of a worker.
 
     Attributes:
-        node: Its node, for people.
+        node: The node's name and address, for messages.
         address: The node's address.
         versions: Versions of Python and of packages; None for a package that is not installed.
         gpus: The ids of the GPUs that Ray gave the worker.
@@ -46,15 +43,15 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a worker's part ended.
+class Outcome:
+    """The outcome of a worker's process.
 
     Attributes:
-        result: The value that rank 0 brings back.
-        error: The exception, pickled; empty if there was none, or none that can be pickled.
-        text: The traceback; empty if there was no exception.
-        follows_lost_rank: True if the exception only tells that another rank is gone. A pickled exception
-            has lost the one that it was raised from, so the worker answers this.
+        result: The value that rank zero returns.
+        error: The pickled exception; empty without an exception, or if it cannot be pickled.
+        text: The traceback; empty without an exception.
+        follows_lost_rank: True if the exception only reports the loss of another rank. A pickled exception
+            has lost its cause, so the worker records this.
     """
 
     result: Any = None
@@ -64,7 +61,7 @@ class Ended:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str | None]:
-    """The versions of Python and of packages in this process; nothing is imported for it."""
+    """Return the versions of Python and of packages in this process, without importing them."""
     found: dict[str, str | None] = {"Python": platform.python_version()}
     for package in packages:
         try:
@@ -77,20 +74,20 @@ def versions(packages: Sequence[str]) -> dict[str, str | None]:
 class Worker:
     """One process of a run."""
 
-    def describe(self, packages: Sequence[str]) -> Place:
-        """Say where this is, and what is installed here."""
+    def describe(self, packages: Sequence[str]) -> WorkerInfo:
+        """Return this worker's node, address, package versions and GPUs."""
         address = ray.util.get_node_ip_address()
         gpus = tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))
-        return Place(f"{socket.gethostname()} ({address})", address, versions(packages), gpus)
+        return WorkerInfo(f"{socket.gethostname()} ({address})", address, versions(packages), gpus)
 
     def free_port(self) -> int:
-        """A port of this node that nobody uses."""
+        """Return a free port of this node."""
         with socket.socket() as found:
             found.bind(("", 0))
             return int(found.getsockname()[1])
 
     def last_committed(self, paths: Sequence[str]) -> tuple[str, int] | None:
-        """The last checkpoint that can be resumed, as this node sees the disk, and its step."""
+        """Return the last resumable checkpoint that this node sees on disk, and its step."""
         return last_committed(paths)
 
     def work(
@@ -98,56 +95,56 @@ class Worker:
         pickled: bytes,
         variables: Mapping[str, str],
         folder: str,
-        tell: Callable[[str, str], None],
+        report: Callable[[str, str], None],
         resume_from: str | None,
-    ) -> Ended:
-        """Do this process's part.
+    ) -> Outcome:
+        """Run this process of the job.
 
         Args:
-            pickled: The work.
-            variables: Environment variables; they are set before anything is unpickled.
-            folder: The working directory, if there is such a directory here.
-            tell: See `nnx_core.launch.launcher.Work`.
+            pickled: The pickled work.
+            variables: Environment variables, which are set before anything is unpickled.
+            folder: The working directory, used if it exists on this node.
+            report: The first argument of `nnx_core.launch.launcher.Work`.
             resume_from: The checkpoint to resume.
         """
-        _settle(variables, folder)
+        _apply_environment(variables, folder)
         try:
-            return Ended(_unpickled(pickled)(tell, resume_from))
-        except BaseException as error:  # an exit too is an end that the other side has to know
-            return Ended(
+            return Outcome(_unpickled(pickled)(report, resume_from))
+        except BaseException as error:  # the driver must also learn of an exit
+            return Outcome(
                 error=_pickled(error),
                 text=traceback.format_exc(),
                 follows_lost_rank=follows_lost_rank(error),
             )
 
     def command(self, words: Sequence[str], variables: Mapping[str, str], folder: str) -> int:
-        """Run a command to its end; it ends with this process.
+        """Run a command to its end, and kill it with this process.
 
         Args:
             words: The program and its arguments.
             variables: Environment variables.
-            folder: The working directory, if there is such a directory here.
+            folder: The working directory, used if it exists on this node.
         """
-        _settle(variables, folder)
+        _apply_environment(variables, folder)
         return subprocess.run(words, check=False, preexec_fn=_end_with_parent).returncode
 
 
-class Journal:
-    """What the processes of a run have said so far; it outlives them."""
+class EventLog:
+    """The events that the processes of a run have reported. It outlives the processes."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, str, str]] = []
 
-    def tell(self, rank: int, kind: str, text: str) -> None:
-        """Take an entry; see `nnx_core.launch.launcher.Work`."""
+    def report(self, rank: int, kind: str, text: str) -> None:
+        """Append an event, as `nnx_core.launch.launcher.Work` describes it."""
         self._entries.append((rank, kind, text))
 
     def read(self) -> list[tuple[int, str, str]]:
-        """All entries: rank, kind and text, in the order in which they came."""
+        """Return all events in order: rank, kind and text."""
         return self._entries
 
 
-def _settle(variables: Mapping[str, str], folder: str) -> None:
+def _apply_environment(variables: Mapping[str, str], folder: str) -> None:
     os.environ.update(variables)
     if Path(folder).is_dir():
         os.chdir(folder)
@@ -159,7 +156,7 @@ def _unpickled(pickled: bytes) -> Work:
     except ModuleNotFoundError as error:
         raise LaunchError(
             f"the run cannot be unpickled on {socket.gethostname()}: {error}.",
-            remedy="Install it there, or let Ray bring your files: runtime_env={'working_dir': '.'}.",
+            remedy="Install it there, or let Ray copy your files: runtime_env={'working_dir': '.'}.",
         ) from error
     return work
 
@@ -168,13 +165,13 @@ def _pickled(error: BaseException) -> bytes:
     try:
         pickled: bytes = cloudpickle.dumps(error)
         cloudpickle.loads(pickled)
-    except Exception:  # its class may hold or want anything
+    except Exception:  # a user's exception class may raise anything here
         return b""
     return pickled
 
 
 def _end_with_parent() -> None:
-    """Let the command end when this worker is killed, as Ray does with workers."""
+    """Kill the command when this worker is killed, which is how Ray ends workers."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(_PARENT_DEATH, signal.SIGKILL)

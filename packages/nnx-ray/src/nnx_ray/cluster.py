@@ -1,4 +1,4 @@
-"""The cluster: how it is reached, what it has, the workers of one attempt at a run, and their journal."""
+"""Connect to the cluster, and start and check the workers of one attempt at a run."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from ray.util.scheduling_strategies import (
 
 from nnx_core.errors import LaunchError
 from nnx_core.launch.launcher import variables
-from nnx_ray.actors import Place, Worker, versions
+from nnx_ray.actors import Worker, WorkerInfo, versions
 from nnx_ray.options import RayOptions
 
-__all__ = ["Crew", "Resources", "connect", "wait_for_nodes"]
+__all__ = ["WorkerGroup", "Resources", "connect", "wait_for_nodes"]
 
 log = logging.getLogger("nnx.ray")
-_OF_A_JOB = ("working_dir", "py_modules")
-"""What of a runtime environment Ray takes only where it is connected to."""
+_JOB_KEYS = ("working_dir", "py_modules")
+"""Keys of a runtime environment that Ray accepts only in `ray.init`."""
 
 
 class Resources:
-    """What one process of a run reserves.
+    """The resources that each process of a run reserves.
 
     Args:
         options: The options of the launcher.
-        device_type: The type of its device.
+        device_type: The type of the process's device.
     """
 
     def __init__(self, options: RayOptions, device_type: str) -> None:
@@ -48,57 +48,60 @@ class Resources:
         self.others = others
 
     def of(self, workers: int) -> dict[str, float]:
-        """What so many of them reserve together, by Ray's names."""
+        """Return the resources that this many workers reserve together, by Ray's names."""
         one = {"CPU": self.cpus, "GPU": self.gpus, **self.others}
         return {name: amount * workers for name, amount in one.items() if amount}
 
 
 def connect(options: RayOptions, *, cpus: float) -> None:
-    """Connect to the cluster, or start one of this machine alone.
+    """Connect to the cluster, or start one on this machine.
 
     Args:
         options: The options of the launcher.
-        cpus: The smallest number of CPUs of a cluster that is started here.
+        cpus: The minimum number of CPUs of a cluster started here.
 
     Raises:
-        LaunchError: The address does not answer, or not as Ray does.
+        LaunchError: The address does not answer, or is not a Ray cluster.
     """
     if ray.is_initialized():
         return
     address = options.address or os.environ.get("RAY_ADDRESS") or "local"
-    of_job = {name: value for name, value in options.runtime_env.items() if name in _OF_A_JOB} or None
+    job_env = {name: value for name, value in options.runtime_env.items() if name in _JOB_KEYS} or None
     try:
         if address == "local":
             wanted = max(os.cpu_count() or 1, math.ceil(cpus))
-            ray.init(address=address, num_cpus=wanted, include_dashboard=False, runtime_env=of_job)
+            ray.init(address=address, num_cpus=wanted, include_dashboard=False, runtime_env=job_env)
         else:
             _require_answer(address, options.start_timeout)
-            ray.init(address=address, runtime_env=of_job)
+            ray.init(address=address, runtime_env=job_env)
     except (ConnectionError, RuntimeError, OSError, ValueError) as error:
         if isinstance(error, LaunchError):
             raise
-        raise _no_answer(address, f"{type(error).__name__}: {error}".strip()) from error
+        raise _unreachable(address, f"{type(error).__name__}: {error}".strip()) from error
     log.debug("connected")
 
 
 def _require_answer(address: str, timeout: float) -> None:
-    """Ask whether a cluster is there, in a process of its own: Ray would end this one, or wait for long."""
-    scheme, _, place = address.rpartition("://")
-    host, _, port = place.rpartition(":")
+    """Check the address in a process of its own.
+
+    A failed connection would make Ray end this process, or wait for long.
+    """
+    scheme, _, endpoint = address.rpartition("://")
+    host, _, port = endpoint.rpartition(":")
     if address == "auto" or not port.isdigit():
         return
     try:
         socket.create_connection((host, int(port)), min(timeout, 10.0)).close()
         if not scheme:
-            ask = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", place]
+            ask = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", endpoint]
             subprocess.run(ask, check=True, capture_output=True, timeout=timeout)
     except OSError as error:
-        raise _no_answer(address, str(error)) from error
+        raise _unreachable(address, str(error)) from error
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        raise _no_answer(address, "what answers there is no head of a Ray cluster") from error
+        raise _unreachable(address, "the server there is not the head of a Ray cluster") from error
 
 
-def _no_answer(address: str, seen: str) -> LaunchError:
+def _unreachable(address: str, seen: str) -> LaunchError:
     return LaunchError(
         f"the Ray cluster at {address!r} does not answer: {seen}.",
         remedy="Start it with `ray start --head`, check the address, or leave it out.",
@@ -106,12 +109,12 @@ def _no_answer(address: str, seen: str) -> LaunchError:
 
 
 def wait_for_nodes(timeout: float) -> None:
-    """Wait until every node that Ray takes for alive answers.
+    """Wait until every node that Ray considers alive answers.
 
-    A placement group that is asked for while a node is gone and Ray has not noticed keeps waiting for it.
+    Ray may not have noticed the loss of a node. A placement group requested then would wait for that node.
 
     Args:
-        timeout: Seconds to wait at most.
+        timeout: The maximum number of seconds to wait.
     """
     asked: dict[str, Any] = {}
     end = time.monotonic() + timeout
@@ -128,15 +131,15 @@ def wait_for_nodes(timeout: float) -> None:
 
 
 def _answer() -> None:
-    """What a node does to say that it is there."""
+    """Run on a node to prove that it is alive."""
 
 
-class Crew:
-    """The workers of one attempt: started in a placement group, numbered, and compared with the driver.
+class WorkerGroup:
+    """The workers of one attempt, started in a placement group and compared with the driver.
 
     Args:
         options: The options of the launcher.
-        nodes: The number of nodes; each is a bundle of the group.
+        nodes: The number of nodes; each is a bundle of the placement group.
         devices: The number of workers on each node.
         device_type: The type of each worker's device.
         packages: The distributions that must have the same version everywhere.
@@ -150,13 +153,13 @@ class Crew:
     ) -> None:
         self.options, self.nodes, self.devices = options, nodes, devices
         self.resources = Resources(options, device_type)
-        self.group: PlacementGroup | None = None
+        self.placement: PlacementGroup | None = None
         self.workers: list[Any] = []
         try:
-            self.group = self._reserve()
+            self.placement = self._reserve()
             log.debug("placed")
             self.workers = [self._start(rank) for rank in range(nodes * devices)]
-            self.places: list[Place] = self._ask("describe", ["ray", "nnx-ray", *packages])
+            self.infos: list[WorkerInfo] = self._ask("describe", ["ray", "nnx-ray", *packages])
             log.debug("workers answer")
             self._compare(versions(["ray", "nnx-ray", *packages]))
         except BaseException:
@@ -164,39 +167,39 @@ class Crew:
             raise
 
     def environments(self) -> list[dict[str, str]]:
-        """Each worker's environment variables."""
+        """Return each worker's environment variables."""
         port = ray.get(self.workers[0].free_port.remote(), timeout=self.options.start_timeout)
         common = {name: text for name, text in os.environ.items() if name.startswith(("NNX_", "PL_"))}
-        address, found = self.places[0].address, []
+        address, found = self.infos[0].address, []
         for rank in range(len(self.workers)):
             mine = variables(rank, nodes=self.nodes, devices=self.devices, address=address, port=port)
             first = rank // self.devices * self.devices
-            gpus = [gpu for place in self.places[first : first + self.devices] for gpu in place.gpus]
-            if gpus:  # each sees all of its node's, as under torchrun
+            gpus = [gpu for info in self.infos[first : first + self.devices] for gpu in info.gpus]
+            if gpus:  # each worker sees all GPUs of its node, as under torchrun
                 mine["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
             found.append({**common, **mine})
         return found
 
     def last_committed(self, paths: Sequence[str]) -> tuple[str, int] | None:
-        """The last checkpoint that can be resumed, as rank 0's node sees it, and its step."""
+        """Return the last resumable checkpoint that rank zero's node sees, and its step."""
         found: tuple[str, int] | None = ray.get(self.workers[0].last_committed.remote(paths))
         return found
 
     def end(self) -> None:
-        """End every worker at once, and give back what was reserved."""
+        """Kill every worker and release the placement group."""
         for worker in self.workers:
             with contextlib.suppress(RayError):
                 ray.kill(worker, no_restart=True)
-        if self.group is not None and ray.is_initialized():
+        if self.placement is not None and ray.is_initialized():
             with contextlib.suppress(RayError):
-                remove_placement_group(self.group)
-        self.workers, self.group = [], None
+                remove_placement_group(self.placement)
+        self.workers, self.placement = [], None
 
     def __str__(self) -> str:
-        """Which ranks are where."""
-        ranks = range(0, len(self.places), self.devices)
+        """List the ranks and their nodes."""
+        ranks = range(0, len(self.infos), self.devices)
         last = self.devices - 1
-        return ", ".join(f"ranks {rank}-{rank + last} on {self.places[rank].node}" for rank in ranks)
+        return ", ".join(f"ranks {rank}-{rank + last} on {self.infos[rank].node}" for rank in ranks)
 
     def _reserve(self) -> PlacementGroup:
         bundle = self.resources.of(self.devices) or {"CPU": 0.001}
@@ -210,16 +213,16 @@ class Crew:
         )
         raise LaunchError(
             f"the Ray cluster is too small: {self.nodes} x ({_amounts(bundle, bundle)}) with "
-            f"placement={self.options.placement!r} were asked for, and within "
+            f"placement={self.options.placement!r} were requested, and within "
             f"{self.options.start_timeout:g} s there was {_amounts(free, bundle)} free on {len(nodes)} nodes "
             f"({totals}).",
-            remedy="Lower `devices`, `num_nodes` or `cpus_per_worker`, wait for others to end, or add nodes.",
+            remedy="Lower `devices`, `num_nodes` or `cpus_per_worker`, wait for other runs, or add nodes.",
         )
 
     def _start(self, rank: int) -> Any:
-        own = {name: each for name, each in self.options.runtime_env.items() if name not in _OF_A_JOB}
+        own = {name: each for name, each in self.options.runtime_env.items() if name not in _JOB_KEYS}
         where = PlacementGroupSchedulingStrategy(
-            self.group,
+            self.placement,
             placement_group_bundle_index=rank // self.devices,
         )
         return (
@@ -236,7 +239,7 @@ class Crew:
         )
 
     def _ask(self, method: str, *arguments: Any) -> list[Any]:
-        """What all workers answer; the first thing that they are asked."""
+        """Call a method on all workers and return their answers. The first call waits for their start."""
         answers = [getattr(worker, method).remote(*arguments) for worker in self.workers]
         for rank, answer in enumerate(answers):
             try:
@@ -244,34 +247,34 @@ class Crew:
             except GetTimeoutError as error:
                 raise LaunchError(
                     f"rank {rank}'s worker did not start within {self.options.start_timeout:g} s.",
-                    remedy="Look at `ray status`, and pass a larger start_timeout for a slow runtime_env.",
+                    remedy="Check `ray status`, and pass a larger start_timeout for a slow runtime_env.",
                 ) from error
             except RayError as error:
                 raise LaunchError(
                     f"rank {rank}'s worker cannot start on {self._node_of(rank)}: {error}",
-                    remedy="Install nnx-ray and what it needs there, or name it in runtime_env.",
+                    remedy="Install nnx-ray and its dependencies there, or list nnx-ray in runtime_env.",
                 ) from error
         return [ray.get(answer) for answer in answers]
 
     def _node_of(self, rank: int) -> str:
-        table = ray.util.placement_group_table(self.group)
+        table = ray.util.placement_group_table(self.placement)
         wanted = table["bundles_to_node_id"].get(rank // self.devices)
         found = [node["NodeManagerHostname"] for node in ray.nodes() if node["NodeID"] == wanted]
         return str(found[0]) if found else "its node"
 
     def _compare(self, expected: Mapping[str, str | None]) -> None:
-        for rank, place in enumerate(self.places):
+        for rank, info in enumerate(self.infos):
             for package, here in expected.items():
-                there = place.versions[package]
+                there = info.versions[package]
                 if there != here:
                     raise LaunchError(
-                        f"{place.node}, where rank {rank} runs, has {package} {there or '(not installed)'}, "
+                        f"{info.node}, where rank {rank} runs, has {package} {there or '(not installed)'}, "
                         f"and this process has {here or 'none'}.",
-                        remedy=f"Install the same version on every node, or name it in runtime_env: "
+                        remedy=f"Install the same version on every node, or list it in runtime_env: "
                         f"{{'pip': ['{package}=={here}']}}.",
                     )
 
 
 def _amounts(resources: Mapping[str, float], names: Mapping[str, float]) -> str:
-    """Amounts of the resources that matter."""
+    """Format the amounts of the named resources."""
     return ", ".join(f"{name} {resources.get(name, 0):g}" for name in names)

@@ -1,4 +1,4 @@
-"""Options of the launcher. Standard library only."""
+"""Options of the launcher. This module needs the standard library only."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class RayOptions(LauncherOptions):
 
     address: str | None = option(
         None,
-        help="The head of the cluster: 'host:port', 'ray://host:port', or 'auto' for one on this machine. By "
-        "default RAY_ADDRESS, else a cluster of this machine alone, which is started.",
+        help="Head of the cluster: 'host:port', 'ray://host:port', or 'auto' for one on this machine. "
+        "Default: RAY_ADDRESS, or else a new cluster on this machine.",
         types=(str,),
     )
     placement: Literal["spread", "pack", "strict_spread", "strict_pack"] = option(
         "spread",
-        help="How the Trainer's nodes are placed on Ray's: on different ones where there are enough of them, "
-        "on few, or strictly so. The processes of one node always share one of Ray's.",
+        help="Placement of Trainer's nodes: 'spread' over Ray's nodes, 'pack' on few, or strictly so. "
+        "The processes of one Trainer node always share a Ray node.",
         choices=("spread", "pack", "strict_spread", "strict_pack"),
     )
     cpus_per_worker: float = option(1, help="CPUs that each process reserves.", types=(int, float))
@@ -40,13 +40,13 @@ class RayOptions(LauncherOptions):
     )
     max_failures: int = option(
         3,
-        help="How often a run is started again, from its last committed checkpoint, when a process or a node "
-        "is lost. An exception of your own code always ends it.",
+        help="Number of restarts after the loss of a process or node, each from the last committed "
+        "checkpoint. An exception in your own code always ends the run.",
         types=(int,),
     )
     start_timeout: float = option(
         60.0,
-        help="Seconds that the cluster has to answer, and to have the resources that are asked for.",
+        help="Seconds to wait for the cluster's answer, and for the requested resources.",
         types=(int, float),
     )
 

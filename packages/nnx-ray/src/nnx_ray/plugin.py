@@ -1,4 +1,4 @@
-"""The front door of the plugin: what it offers, as data."""
+"""Describe the launcher of this plugin, as data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from nnx_core import LauncherSpec, hookimpl
 
 @hookimpl
 def nnx_launchers() -> list[LauncherSpec]:
-    """Ray's actors as processes."""
+    """Return the launcher that starts processes as Ray's actors."""
     return [
         LauncherSpec(
             "ray",
