@@ -29,7 +29,7 @@ CHECKS = {check.name: check for check in all_checks()}
 FAST = [check.name for check in select_checks()]
 
 
-class Laboratory:
+class FaultRunner:
     """The workers, and what the unbroken strategies fail."""
 
     def __init__(self, pool: WorkerPool) -> None:
@@ -73,13 +73,13 @@ def to_try(fault: Fault, *, wide: bool, own_group: bool) -> list[str]:
     return list(dict.fromkeys([fault.caught_by, *others]))
 
 
-def examine(laboratory: Laboratory, fault: Fault, names: Iterable[str]) -> tuple[str, bool]:
+def examine(runner: FaultRunner, fault: Fault, names: Iterable[str]) -> tuple[str, bool]:
     """One row of the table, and whether all is as the fault says."""
     started = time.monotonic()
-    failed = laboratory.failures(fault.subject(), names)
+    failed = runner.failures(fault.subject(), names)
     caught, others = fault.caught_by in failed, failed - {fault.caught_by}
     if others:
-        others -= laboratory.failures_without_the_fault(fault, others)
+        others -= runner.failures_without_the_fault(fault, others)
     surprises = others - set(fault.also) if fault.is_narrow else set()
     cells = [
         fault.name,
@@ -117,13 +117,13 @@ def main() -> int:
     print("|---|---|---|---|---|---|", flush=True)
     wrong = 0
     with WorkerPool(size=3, preload=PRELOAD) as pool:
-        laboratory = Laboratory(pool)
+        runner = FaultRunner(pool)
         for fault in chosen:
             names = to_try(fault, wide=arguments.wide, own_group=arguments.own_group)
-            row, is_right = examine(laboratory, fault, names)
+            row, is_right = examine(runner, fault, names)
             wrong += not is_right
             print(row, flush=True)
-        for base, failed in laboratory.healthy.items():
+        for base, failed in runner.healthy.items():
             print(f"\n{base.strategy} by itself fails: {', '.join(sorted(failed)) or 'nothing'}")
     print(f"\n{len(chosen) - wrong} of {len(chosen)} faults are caught as they say.")
     return int(wrong > 0)

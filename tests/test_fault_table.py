@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import fault_table
-from fault_table import CHECKS, FAST, Laboratory, examine, to_try, unbroken
+from fault_table import CHECKS, FAST, FaultRunner, examine, to_try, unbroken
 from faults import EVERYTHING, Fault
 from nnx_conformance import Subject
 from nnx_conformance.pool import WorkerPool
@@ -18,10 +18,10 @@ TINY = Subject("nnx_tiny.backend:TinyBackend")
 
 
 @pytest.fixture
-def laboratory(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> Laboratory:
+def runner(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> FaultRunner:
     """Where only three checks are in the fast profile."""
     monkeypatch.setattr(fault_table, "FAST", TRIED)
-    return Laboratory(pool)
+    return FaultRunner(pool)
 
 
 def test_a_fault_is_in_the_class_that_it_changes() -> None:
@@ -39,28 +39,28 @@ def test_a_narrow_fault_is_tried_on_everything_and_a_wide_one_on_its_own_check()
     assert set(to_try(wide, wide=True, own_group=False)) == set(FAST)
 
 
-def test_a_narrow_fault_fails_what_it_names_and_nothing_else(laboratory: Laboratory) -> None:
-    row, is_right = examine(laboratory, replace(SUMMED, also=("sgd_momentum",)), TRIED)
+def test_a_narrow_fault_fails_what_it_names_and_nothing_else(runner: FaultRunner) -> None:
+    row, is_right = examine(runner, replace(SUMMED, also=("sgd_momentum",)), TRIED)
     assert is_right
     assert row.startswith("| summed | TinyBackend | losses_float32 | sgd_momentum |  | ")
-    assert laboratory.healthy == {TINY: set()}
+    assert runner.healthy == {TINY: set()}
 
 
-def test_what_a_narrow_fault_fails_besides_is_marked(laboratory: Laboratory) -> None:
-    row, is_right = examine(laboratory, SUMMED, TRIED)
+def test_what_a_narrow_fault_fails_besides_is_marked(runner: FaultRunner) -> None:
+    row, is_right = examine(runner, SUMMED, TRIED)
     assert not is_right
     assert row.startswith("| summed | TinyBackend | losses_float32 | nothing | **sgd_momentum** | ")
 
 
-def test_what_fails_without_the_fault_too_does_not_count(laboratory: Laboratory) -> None:
-    laboratory.healthy[TINY] = {"sgd_momentum"}
-    row, is_right = examine(laboratory, SUMMED, TRIED)
+def test_what_fails_without_the_fault_too_does_not_count(runner: FaultRunner) -> None:
+    runner.healthy[TINY] = {"sgd_momentum"}
+    row, is_right = examine(runner, SUMMED, TRIED)
     assert is_right
     assert row.startswith("| summed | TinyBackend | losses_float32 | nothing |  | ")
 
 
-def test_a_fault_that_nothing_catches_is_marked(laboratory: Laboratory) -> None:
+def test_a_fault_that_nothing_catches_is_marked(runner: FaultRunner) -> None:
     missed = replace(SUMMED, caught_by="rank_properties", also=EVERYTHING)
-    row, is_right = examine(laboratory, missed, TRIED)
+    row, is_right = examine(runner, missed, TRIED)
     assert not is_right
     assert row.startswith("| summed | TinyBackend | rank_properties **NOT CAUGHT** | (wide) |  | ")

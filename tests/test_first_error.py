@@ -9,7 +9,7 @@ import pytest
 
 from jobs.first_error_jobs import lose_it, lose_it_carelessly, reset_in_vain
 from nnx_base.clean_up import CleanUp, clean_up, clean_up_after_error
-from nnx_conformance.checks.manners_failures import MESSAGE
+from nnx_conformance.checks.lifecycle.errors import MESSAGE
 from nnx_conformance.pool import WorkerPool
 from nnx_conformance.subject import Subject
 

@@ -45,7 +45,7 @@ def test_the_tables_name_tests_that_exist() -> None:
     assert [name for name in turns.TURNS if not any(f"class {name}(" in source for source in suites)] == []
 
 
-def test_by_default_every_check_of_the_fast_profile_but_habits_is_tried_somewhere() -> None:
+def test_by_default_every_check_of_the_fast_profile_but_user_patterns_is_tried_somewhere() -> None:
     tried = set()
     for path in ROOT.glob("*/*/tests/test_conformance.py"):
         if path.parts[-3] in ("nnx-deepspeed", "nnx-fairscale"):
@@ -53,7 +53,7 @@ def test_by_default_every_check_of_the_fast_profile_but_habits_is_tried_somewher
         for name, suite in vars(import_path(path)).items():
             if name in turns.TURNS:
                 tried |= {check for check in select_checks(suite.only) if turns.TURNS[name].has(check)}
-    left = [check.name for check in select_checks() if check.group != "habits" and check not in tried]
+    left = [check.name for check in select_checks() if check.group != "user_patterns" and check not in tried]
     assert left == []
 
 

@@ -37,7 +37,7 @@ class Turn:
         first: The number of the first check of the engine's that is tried.
         of: Every so many-th check follows.
         adapter: Whether checks of Lightning's and the adapter's code are tried: once for each adapter.
-        whole: Groups, or modules, of which every check of the engine's is tried. Habits are tried only so:
+        whole: Groups or modules of which every check of the engine is tried. User patterns are only tried so:
             those of a module share a few jobs, each of which takes as long for one of them.
     """
 
@@ -50,18 +50,21 @@ class Turn:
         """Whether a check is tried by default."""
         if check.of_adapter:
             return self.adapter
-        if check.group in self.whole or check.group == "habits":
-            module = check.run.__module__.rpartition(".")[2]
+        if check.group in self.whole or check.group == "user_patterns":
+            module = check.run.__module__.partition(".checks.")[2]
             return not {check.group, module}.isdisjoint(self.whole)
         return _numbers()[check.name] % self.of == self.first
 
 
 TURNS = {
     # One strategy of each of three engines; with `TestTiny` they try every check that an engine can break,
-    # but for most habits.
+    # but for most user patterns.
     "TestFsdpAuto": Turn(
         *(0, 4),
-        whole=("habits_gradients", "habits_state_dict", "habits_written_by_ranks", "nodes", "manners"),
+        whole=(
+            *("user_patterns.gradients", "user_patterns.state_dicts", "user_patterns.writes_per_rank"),
+            *("nodes", "lifecycle"),
+        ),
     ),
     "TestNnScalerTp": Turn(1, 4),
     "TestColossalAI": Turn(2, 4),

@@ -1,7 +1,8 @@
-"""Strategies that are broken on purpose, each in one way, and the check that has to catch each.
+"""Deliberately broken strategies, each with one fault, and the check that must catch the fault.
 
-One module for each group of checks. A fault is a `Backend` or a Lightning strategy with one promise
-broken; `test_planted_faults.py` sees that its check fails and that others do not.
+Each group of checks has a module. A fault is a `Backend` or a Lightning strategy with one broken promise;
+`test_planted_faults.py` tests that its check fails and that other checks pass.
+
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from nnx_core.names.spec import Capabilities
 __all__ = ["DECLARED", "EVERYTHING", "Fault", "all_faults", "fault", "name_of"]
 
 EVERYTHING = ("*",)
-"""For faults after which hardly anything is right."""
+"""For faults that break nearly every check."""
 
 DECLARED: dict[type, Capabilities] = {}
-"""What broken strategies declare, where that is not the default; `registered` registers them."""
+"""Non-default capabilities of broken strategies, which `registered` registers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +28,12 @@ class Fault:
     """One broken strategy.
 
     Attributes:
-        name: What is wrong with it, in a few words; unique.
+        name: A short, unique description of the fault.
         target: ``"faults.module:Class"``.
-        caught_by: Name of the check that has to fail.
-        also: Checks that rightly fail too; `EVERYTHING` for a wide fault.
-        imports: Modules that register `target`, where that is a name.
+        caught_by: Name of the check that must fail.
+        also: Other checks that rightly fail; `EVERYTHING` for a wide fault.
+        imports: Modules that register `target`, if that is a name.
+
     """
 
     name: str
@@ -42,16 +44,16 @@ class Fault:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether all checks that fail are named."""
+        """True if `also` names all other failing checks."""
         return self.also != EVERYTHING
 
     def subject(self) -> Subject:
-        """The broken strategy."""
+        """Return the broken strategy."""
         return Subject(self.target, imports=self.imports)
 
 
 def fault(name: str, broken: type, caught_by: str, *also: str) -> Fault:
-    """The fault that a class has."""
+    """Return the fault of a class."""
     declared = broken in DECLARED
     return Fault(
         name=name,
@@ -63,11 +65,11 @@ def fault(name: str, broken: type, caught_by: str, *also: str) -> Fault:
 
 
 def name_of(broken: type) -> str:
-    """The name under which `registered` registers a broken strategy."""
+    """Return the name under which `registered` registers a broken strategy."""
     return f"broken_{broken.__name__.lower()}"
 
 
 def all_faults() -> list[Fault]:
-    """The faults of every group."""
+    """Return the faults of every group."""
     modules = [importlib.import_module(f"faults.{group}") for group in GROUPS]
     return [fault for module in modules for fault in module.FAULTS]

@@ -1,7 +1,8 @@
 """Faults that the checks of the group `checkpoints` catch.
 
-A `Backend` describes its state and restores it; what happens around that is the core's. So faults in
-writing, hooks and counters are made in strategies that derive from Lightning's own.
+A `Backend` only describes and restores its state. Faults in writing, hooks and counters need strategies that
+derive from Lightning's own.
+
 """
 
 from __future__ import annotations
@@ -27,11 +28,9 @@ from nnx_checkpoint.reading.state import ModelState, OptimizerState
 from nnx_fsdp.backend import FSDPBackend
 from nnx_tiny.backend import TinyBackend
 
-# --- restoring ------------------------------------------------------------------------------------
-
 
 class ForgottenMoments(TinyBackend):
-    """Restores param groups, and leaves the optimizer's own memory empty."""
+    """Restores param groups, but not the optimizer's moments."""
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
         super().load_optimizer_state(
@@ -40,7 +39,7 @@ class ForgottenMoments(TinyBackend):
 
 
 class StaleSteps(TinyBackend):
-    """Lets the optimizer count its steps from the beginning."""
+    """Lets the optimizer count its steps from zero."""
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
         super().load_optimizer_state(module, optimizer, saved)
@@ -91,7 +90,7 @@ class RankZerosShard(FSDPBackend):
 
 
 class OwnNames(TinyBackend):
-    """Puts the names of its wrapper into the checkpoint."""
+    """Stores the names of its wrapper in the checkpoint."""
 
     def model_state(self, module: nn.Module) -> ModelState:
         state = super().model_state(module)
@@ -100,7 +99,7 @@ class OwnNames(TinyBackend):
 
 
 class OwnStateNames(TinyBackend):
-    """Calls Adam's moments by names of its own."""
+    """Stores Adam's moments under names of its own."""
 
     _is_loading = False
 
@@ -109,7 +108,7 @@ class OwnStateNames(TinyBackend):
         return state if self._is_loading else _with_keys(state, {"exp_avg": "momentum"})
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
-        self._is_loading = True  # the core looks for where to put what it loads
+        self._is_loading = True  # the core looks up the destination of loaded tensors
         super().load_optimizer_state(module, optimizer, _with_keys(saved, {"momentum": "exp_avg"}))
         self._is_loading = False
 
@@ -138,7 +137,7 @@ class OwnEntry(TinyBackend):
 
 
 class SameWorldSizeOnly(DDPStrategy):
-    """Restores optimizers only where as many ranks saved them."""
+    """Restores optimizers only at the world size of the save."""
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
@@ -151,7 +150,7 @@ class SameWorldSizeOnly(DDPStrategy):
 
 
 class LostSchedule(DDPStrategy):
-    """Begins the schedule of the learning rate again."""
+    """Restarts the schedule of the learning rate."""
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
@@ -167,14 +166,11 @@ class EvaluatesCurrentWeights(DDPStrategy):
 
 
 class ForgetsOptimizersAfterFit(DDPStrategy):
-    """Lets its optimizers go when training has ended, before anybody saved them."""
+    """Drops its optimizers at the end of training, before a save after fit."""
 
     def teardown(self) -> None:
         self.optimizers = []
         super().teardown()
-
-
-# --- random numbers and data ----------------------------------------------------------------------
 
 
 class SameRandomNumbers(TinyBackend):
@@ -203,7 +199,7 @@ class ForgottenRandomNumbers(DDPStrategy):
 
 
 class DrawsWhileSaving(DDPStrategy):
-    """Uses random numbers of the run to save it."""
+    """Draws from the run's random numbers while saving."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         torch.rand(1)
@@ -211,7 +207,7 @@ class DrawsWhileSaving(DDPStrategy):
 
 
 class DataStartsOver(DDPStrategy):
-    """Keeps random numbers, and reads the data from the beginning of the epoch."""
+    """Resumes random numbers, but reads the data from the beginning of the epoch."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         for own in checkpoint.get(RANKS, ()):
@@ -219,11 +215,8 @@ class DataStartsOver(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
 
-# --- writing --------------------------------------------------------------------------------------
-
-
 class SavesInPlace(DDPStrategy):
-    """Removes what is at the path before it writes."""
+    """Removes the old checkpoint before it writes the new one."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.is_global_zero:
@@ -232,7 +225,7 @@ class SavesInPlace(DDPStrategy):
 
 
 class SavesOnce(DDPStrategy):
-    """Does not write where there is a checkpoint already."""
+    """Does not overwrite a checkpoint."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if not Path(filepath).exists():
@@ -240,7 +233,7 @@ class SavesOnce(DDPStrategy):
 
 
 class SavesOptimizersAlways(DDPStrategy):
-    """Ignores that only weights were asked for."""
+    """Saves optimizers although only weights were requested."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         names = {p: name for name, p in self.lightning_module.named_parameters()}
@@ -255,7 +248,7 @@ class SavesOptimizersAlways(DDPStrategy):
 
 
 class SavesTooLate(DDPStrategy):
-    """Writes in the background what the weights have become by then."""
+    """Writes in the background the weights of a later step."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if not self.checkpoint_io.async_save:
@@ -279,7 +272,7 @@ class SavesRounded(DDPStrategy):
 
 
 class SavesEveryRank(DDPStrategy):
-    """Lets every rank write its own copy."""
+    """Stores every rank's own copy."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         weights = {f"model.{name}": shard_of(value) for name, value in checkpoint["state_dict"].items()}
@@ -289,7 +282,7 @@ class SavesEveryRank(DDPStrategy):
 
 
 class BreaksWhatItSaved(DDPStrategy):
-    """Changes a byte after it has written."""
+    """Changes a byte after writing."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -311,14 +304,11 @@ class RemovesNothing(DDPStrategy):
     """Keeps every checkpoint."""
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Nothing."""
-
-
-# --- hooks and errors -----------------------------------------------------------------------------
+        """Keep the file."""
 
 
 class HooksOnRankZero(DDPStrategy):
-    """Gives what hooks have added to rank 0 only."""
+    """Passes hook entries to rank 0 only."""
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
@@ -335,7 +325,7 @@ class ForgottenCallbacks(DDPStrategy):
 
 
 class WrappedNames(DDPStrategy):
-    """Shows hooks the names of its wrapper, which it takes off again."""
+    """Shows hooks the names of its wrapper, and removes them from the checkpoint."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return {f"module.{name}": value for name, value in super().lightning_module_state_dict().items()}
@@ -347,7 +337,7 @@ class WrappedNames(DDPStrategy):
 
 
 class LoadsBeforeHooks(DDPStrategy):
-    """Uses the weights as they were before hooks changed them."""
+    """Loads the weights from before the hooks' changes."""
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
@@ -359,7 +349,7 @@ class LoadsBeforeHooks(DDPStrategy):
 
 
 class LoadsWhatFits(DDPStrategy):
-    """Leaves out of another model's checkpoint what does not fit, and says nothing."""
+    """Silently skips entries of another model's checkpoint that do not fit."""
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         own = self.lightning_module.state_dict()
@@ -374,7 +364,7 @@ class LoadsWhatFits(DDPStrategy):
 
 
 class FailsOnRankZero(DDPStrategy):
-    """Looks at a checkpoint on rank 0, while the others wait."""
+    """Reads a checkpoint on rank 0 while the other ranks wait."""
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if self.is_global_zero:
@@ -384,7 +374,7 @@ class FailsOnRankZero(DDPStrategy):
 
 
 class VagueErrors(DDPStrategy):
-    """Says that something is wrong, and not what."""
+    """Raises an error without the cause."""
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         try:
@@ -394,16 +384,16 @@ class VagueErrors(DDPStrategy):
 
 
 _RESUMED = (
-    "losses_go_on",
+    "losses_resume",
     "two_optimizers_resume",
     "resume_and_save_again",
-    "saving_after_fit",
+    "save_after_fit",
     "resume_at_world_sizes",
     "resume_from_ddp",
     "load_hook_renames",
-    "randomness_goes_on",
+    "random_state_resumes",
 )
-"""Checks that go on training with the optimizer."""
+"""Checks that continue training with the optimizer."""
 
 
 FAULTS = [
@@ -425,60 +415,66 @@ FAULTS = [
     ),
     fault("own entry needed", OwnEntry, "resume_from_ddp"),
     fault("optimizer resumed at the same world size only", SameWorldSizeOnly, "resume_at_world_sizes"),
-    fault("schedule lost", LostSchedule, "schedule_and_counters_resume"),
+    fault("schedule lost", LostSchedule, "schedulers_and_counters_resume"),
     fault(
         "checkpoint not evaluated",
         EvaluatesCurrentWeights,
-        "evaluates_a_checkpoint",
+        "evaluate_a_checkpoint",
         "weights_only_evaluates",
-        "best_and_last_load",
+        "ckpt_path_best_and_last",
     ),
-    fault("optimizers gone after fit", ForgetsOptimizersAfterFit, "saving_after_fit"),
+    fault("optimizers gone after fit", ForgetsOptimizersAfterFit, "save_after_fit"),
     fault(
-        "same random numbers on all ranks", SameRandomNumbers, "ranks_draw_their_own", "randomness_goes_on"
+        "same random numbers on all ranks",
+        SameRandomNumbers,
+        "random_state_resumes_per_rank",
+        "random_state_resumes",
     ),
-    fault("random numbers and position not saved", ForgottenRandomNumbers, "randomness_goes_on"),
+    fault("random numbers and position not saved", ForgottenRandomNumbers, "random_state_resumes"),
     fault(
-        "random numbers drawn while saving", DrawsWhileSaving, "saving_changes_nothing", "randomness_goes_on"
+        "random numbers drawn while saving",
+        DrawsWhileSaving,
+        "save_keeps_training_unchanged",
+        "random_state_resumes",
     ),
-    fault("data read from the beginning", DataStartsOver, "data_goes_on", "randomness_goes_on"),
-    fault("saved in place", SavesInPlace, "killed_while_saving", "killed_at_every_operation"),
-    fault("never saved twice", SavesOnce, "resume_and_save_again", "best_and_last_load"),
+    fault("data read from the beginning", DataStartsOver, "data_position_resumes", "random_state_resumes"),
+    fault("saved in place", SavesInPlace, "killed_while_saving", "killed_at_every_file_operation"),
+    fault("never saved twice", SavesOnce, "resume_and_save_again", "ckpt_path_best_and_last"),
     fault(
         "optimizer saved with weights only",
         SavesOptimizersAlways,
         "weights_only_has_no_optimizer",
         "weights_only_evaluates",
     ),
-    fault("saved too late in the background", SavesTooLate, "saving_in_the_background"),
+    fault("saved too late in the background", SavesTooLate, "async_save"),
     fault("weights rounded", SavesRounded, "values_in_the_checkpoint", *EVERYTHING),
-    fault("every rank's copy stored", SavesEveryRank, "stored_once", *EVERYTHING),
-    fault("byte changed after saving", BreaksWhatItSaved, "checkpoint_is_whole", *EVERYTHING),
+    fault("every rank's copy stored", SavesEveryRank, "elements_stored_once", *EVERYTHING),
+    fault("byte changed after saving", BreaksWhatItSaved, "checksums_verify", *EVERYTHING),
     fault(
         "removed on every rank",
         RemovesOnEveryRank,
-        "removes_checkpoints_once",
-        "keeps_the_best",
-        "best_and_last_load",
+        "old_checkpoint_removed_once",
+        "model_checkpoint_keeps_best",
+        "ckpt_path_best_and_last",
     ),
-    fault("never removed", RemovesNothing, "keeps_the_best"),
-    fault("hooks' entries on rank 0 only", HooksOnRankZero, "hook_entries_come_back"),
-    fault("state of callbacks lost", ForgottenCallbacks, "callback_state_comes_back"),
+    fault("never removed", RemovesNothing, "model_checkpoint_keeps_best"),
+    fault("hooks' entries on rank 0 only", HooksOnRankZero, "hook_entries_restored"),
+    fault("state of callbacks lost", ForgottenCallbacks, "callback_state_restored"),
     fault(
         "names of a wrapper in hooks",
         WrappedNames,
         "save_hook_sees_the_weights",
-        "saving_after_fit",
+        "save_after_fit",
         "resume_from_ddp",
         "resume_under_ddp",
         "values_in_the_checkpoint",
-        "saving_in_the_background",
+        "async_save",
         "weights_only_has_no_optimizer",
-        "loads_in_one_process",
-        "evaluates_a_checkpoint",
+        "load_in_one_process",
+        "evaluate_a_checkpoint",
     ),
     fault("hooks' changes ignored", LoadsBeforeHooks, "load_hook_renames", "save_hook_sees_the_weights"),
-    fault("another model's weights taken", LoadsWhatFits, "another_model"),
+    fault("another model's weights taken", LoadsWhatFits, "checkpoint_of_another_model"),
     fault("errors on rank 0 only", FailsOnRankZero, "missing_checkpoint", "flipped_byte", "truncated_file"),
     fault("vague errors", VagueErrors, "flipped_byte", "truncated_file", "missing_checkpoint"),
 ]

@@ -1,4 +1,4 @@
-"""Faults that show where ranks are on several nodes."""
+"""Faults that show only on several nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nnx_tiny.backend import TinyBackend
 
 
 class AveragesOnItsNode(TinyBackend):
-    """Averages gradients over the ranks of a node, as if there were no other."""
+    """Averages gradients within a node only."""
 
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if self.context.local_world_size > 1:
@@ -25,7 +25,7 @@ class AveragesOnItsNode(TinyBackend):
 
 
 class OnTheFirstNode(DDPStrategy):
-    """Takes every node for the first one."""
+    """Treats every node as the first one."""
 
     @property
     def node_rank(self) -> int:
@@ -41,7 +41,7 @@ class ForgetsOnOtherNodes(TinyBackend):
 
 
 class ZeroOnEachNode(DDPStrategy):
-    """Takes the first rank of each node for rank 0."""
+    """Treats the first rank of each node as rank 0."""
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
@@ -53,9 +53,9 @@ FAULTS = [
         "gradients averaged on each node",
         AveragesOnItsNode,
         "losses_across_nodes",
-        *("ranks_on_nodes", "resume_at_node_counts", "once_for_all_nodes"),
+        *("node_and_local_ranks", "resume_at_node_counts", "rank_zero_across_nodes"),
     ),
-    fault("every node is the first", OnTheFirstNode, "ranks_on_nodes"),
+    fault("every node is the first", OnTheFirstNode, "node_and_local_ranks"),
     fault("optimizer state restored on one node", ForgetsOnOtherNodes, "resume_at_node_counts"),
-    fault("a rank 0 on each node", ZeroOnEachNode, "once_for_all_nodes"),
+    fault("a rank 0 on each node", ZeroOnEachNode, "rank_zero_across_nodes"),
 ]

@@ -20,8 +20,6 @@ from nnx_core.optimizers.gradients import ParallelGradScaler, clip_gradients_by_
 from nnx_fsdp.backend import FSDPBackend
 from nnx_tiny.backend import TinyBackend
 
-# --- gradients ----------------------------------------------------------------------------------
-
 
 class SummedGradients(TinyBackend):
     """Sums gradients over the ranks instead of averaging them."""
@@ -39,7 +37,7 @@ class KeptGradients(TinyBackend):
 
 
 class RoundedGradients(TinyBackend):
-    """Reduces in float32 what is float64."""
+    """Reduces float64 gradients in float32."""
 
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(module, loss, *args, **kwargs)
@@ -49,14 +47,14 @@ class RoundedGradients(TinyBackend):
 
 
 class OwnStart(TinyBackend):
-    """Every rank starts from the weights that it was given."""
+    """Starts every rank from its own weights."""
 
     def parallelize(self, module: nn.Module, sample: object) -> Mapping[nn.Parameter, nn.Parameter]:
         return {}
 
 
 class LastBatchAveraged(TinyBackend):
-    """Averages only the last of the batches that were accumulated."""
+    """Averages only the last of the accumulated batches."""
 
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         earlier = {p: p.grad for p in module.parameters() if p.grad is not None and self._averaging}
@@ -84,7 +82,7 @@ class FullAccumulationsOnly(TinyBackend):
 
 
 class OverwrittenGradients(TinyBackend):
-    """A backward that communicates replaces the gradients of one that did so before."""
+    """Replaces earlier gradients by those of a later synchronized backward."""
 
     _adding = False
 
@@ -97,7 +95,7 @@ class OverwrittenGradients(TinyBackend):
 
 
 class DroppedByHand(TinyBackend):
-    """In manual optimization, what was not synchronized is lost."""
+    """Loses unsynchronized gradients in manual optimization."""
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
@@ -109,7 +107,7 @@ class DroppedByHand(TinyBackend):
 
 
 class OwnSums(TinyBackend):
-    """Keeps sums of its own, which begin anew only where a gradient was dropped."""
+    """Keeps sums of its own, which restart only after a dropped gradient."""
 
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         before = {p: None if p.grad is None else p.grad.clone() for p in module.parameters()}
@@ -122,9 +120,6 @@ class OwnSums(TinyBackend):
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.sums: dict[nn.Parameter, Tensor] = {}
-
-
-# --- clipping -----------------------------------------------------------------------------------
 
 
 class NormOfOneRank(FSDPBackend):
@@ -170,17 +165,14 @@ class _LateScaler(ParallelGradScaler):
 
 
 class ClippedScaled(TinyBackend):
-    """Takes the loss scale off only when it steps."""
+    """Unscales gradients only at the step."""
 
     def grad_scaler(self, default: torch.amp.GradScaler) -> torch.amp.GradScaler:
         return default if isinstance(default, _LateScaler) else _LateScaler(self, replaces=default)
 
 
-# --- optimizers ---------------------------------------------------------------------------------
-
-
 class _Stepping(TinyBackend):
-    """Does something before and after each step."""
+    """Acts before and after each step."""
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.initial = {
@@ -205,7 +197,7 @@ class _Stepping(TinyBackend):
 
 
 class CountsTwice(_Stepping):
-    """Every step counts as two, which Adam corrects its averages by."""
+    """Counts every step as two, which changes Adam's bias correction."""
 
     def after(self, optimizer: Optimizer) -> None:
         for state in optimizer.state.values():
@@ -214,7 +206,7 @@ class CountsTwice(_Stepping):
 
 
 class ForgetsMomentum(_Stepping):
-    """Starts the momentum anew with each step."""
+    """Restarts momentum with each step."""
 
     def after(self, optimizer: Optimizer) -> None:
         for state in optimizer.state.values():
@@ -231,7 +223,7 @@ class OneRate(TinyBackend):
 
 
 class FrozenDecay(_Stepping):
-    """Steps with the weight decay of the start."""
+    """Steps with the initial weight decay."""
 
     def before(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -254,7 +246,7 @@ class _Choosing(TinyBackend):
 
 
 class KnowsTheFirst(_Choosing):
-    """Averages the gradients of the parameters that were in an optimizer at the start."""
+    """Averages the gradients of parameters that were in an optimizer at the start."""
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -275,7 +267,7 @@ class FirstOptimizerOnly(_Choosing):
 
 
 class ClosureOnce(TinyBackend):
-    """Evaluates the closure once, and remembers the answer."""
+    """Evaluates the closure once, and repeats the result."""
 
     def optimizer_step(
         self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
@@ -285,11 +277,8 @@ class ClosureOnce(TinyBackend):
         return step(*args, **kwargs)
 
 
-# --- schedulers ---------------------------------------------------------------------------------
-
-
 class FrozenRate(_Stepping):
-    """Steps with the learning rate of the start."""
+    """Steps with the initial learning rate."""
 
     def before(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -297,7 +286,7 @@ class FrozenRate(_Stepping):
 
 
 class OneSchedule(_Stepping):
-    """Every group follows the schedule of the first."""
+    """Lets every group follow the schedule of the first."""
 
     def before(self, optimizer: Optimizer) -> None:
         first = optimizer.param_groups[0]
@@ -330,17 +319,14 @@ class ScheduledEarly(DDPStrategy):
 
 
 class OwnMetric(DDPStrategy):
-    """Reduces no metric."""
+    """Does not reduce metrics."""
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return tensor
 
 
-# --- manual optimization ------------------------------------------------------------------------
-
-
 class AutomaticOnly(TinyBackend):
-    """Averages gradients only where Lightning runs the step."""
+    """Averages gradients only if Lightning runs the step."""
 
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if module.automatic_optimization:
@@ -350,7 +336,7 @@ class AutomaticOnly(TinyBackend):
 
 
 class NotInManualClosures(TinyBackend):
-    """In manual optimization, does not average within an optimizer's step."""
+    """Does not average within an optimizer's step in manual optimization."""
 
     _stepping = False
 
@@ -371,7 +357,7 @@ class NotInManualClosures(TinyBackend):
 
 
 class RootForwardOnly(TinyBackend):
-    """Reduces the gradients of a step only where the root's forward ran in it."""
+    """Reduces the gradients of a step only if the root's forward ran in it."""
 
     _ran = False
 
@@ -425,11 +411,8 @@ class StaleWeights(FSDPBackend):
             self._keeping = before
 
 
-# --- precision and memory -----------------------------------------------------------------------
-
-
 class NoAutocast(TinyBackend):
-    """Computes in the weights' dtype, whatever the precision."""
+    """Computes in the weights' dtype, at any precision."""
 
     def run_step(self, module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(self.context.device.type, enabled=False):
@@ -437,7 +420,7 @@ class NoAutocast(TinyBackend):
 
 
 class WidenedWeights(TinyBackend):
-    """Gives float32 weights back."""
+    """Returns float32 weights."""
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
         module.float()
@@ -454,7 +437,7 @@ class _LocalScaler(ParallelGradScaler):
 
 
 class OwnOverflow(FSDPBackend):
-    """Every rank looks for overflow in its own shards."""
+    """Looks for overflow only in each rank's own shards."""
 
     def grad_scaler(self, default: torch.amp.GradScaler) -> torch.amp.GradScaler:
         return (
@@ -465,7 +448,7 @@ class OwnOverflow(FSDPBackend):
 
 
 class Hoarding(TinyBackend):
-    """Holds everything, whatever it says."""
+    """Holds everything, although it declares sharding."""
 
 
 DECLARED |= {
@@ -478,33 +461,35 @@ DECLARED |= {
 }
 
 _MOMENTUM = ("parameter_groups", "parameter_groups_edited", "parameter_group_added", "scheduler_by_group")
-_SEVERAL = ("several_optimizers_clipped", "several_optimizers_toggled", "parts_called_directly")
-_ADAM = ("several_optimizers", "several_optimizers_toggled", "parts_called_directly")
-_ACCUMULATING = ("accumulation_cut_short", "clip_accumulated", "manual_accumulation_unsynchronized")
+_SEVERAL = ("several_optimizers_clipped", "several_optimizers_toggled", "submodules_called_directly")
+_ADAM = ("several_optimizers", "several_optimizers_toggled", "submodules_called_directly")
+_ACCUMULATING = ("accumulation_ends_with_epoch", "clip_with_accumulation", "manual_accumulation_no_sync")
 
 
 FAULTS = [
     fault("gradients summed, not averaged", SummedGradients, "losses_float32", *EVERYTHING),
     fault("gradients never zeroed", KeptGradients, "losses_float32", *EVERYTHING),
     fault("float64 reduced in float32", RoundedGradients, "losses_float64", "precision_64_true"),
-    fault("weights not broadcast at the start", OwnStart, "ranks_start_alike"),
+    fault("weights not broadcast at the start", OwnStart, "ranks_start_with_equal_weights"),
     fault("only the last accumulated batch averaged", LastBatchAveraged, "accumulation", *_ACCUMULATING),
-    fault("short accumulation divided by its own length", FullAccumulationsOnly, "accumulation_cut_short"),
+    fault(
+        "short accumulation divided by its own length", FullAccumulationsOnly, "accumulation_ends_with_epoch"
+    ),
     fault("a second backward overwrites the first", OverwrittenGradients, "manual_accumulation"),
-    fault("gradients lost in block_backward_sync", DroppedByHand, "manual_accumulation_unsynchronized"),
+    fault("gradients lost in block_backward_sync", DroppedByHand, "manual_accumulation_no_sync"),
     fault("gradients zeroed in place come back", OwnSums, "gradients_zeroed_in_place"),
     fault(
         "clipped by the norm of one rank's shards",
         NormOfOneRank,
         "clip_by_norm",
-        "clip_accumulated",
+        "clip_with_accumulation",
         "manual_clipping",
         "several_optimizers_clipped",
-        "clip_unscaled",
+        "clip_after_unscaling",
     ),
     fault("clipping by value forgotten", ValueIgnored, "clip_by_value"),
     fault("clipped by the norm over all optimizers", NormOfAll, "several_optimizers_clipped"),
-    fault("clipped before the loss scale is off", ClippedScaled, "clip_unscaled"),
+    fault("clipped before the loss scale is off", ClippedScaled, "clip_after_unscaling"),
     fault("optimizer steps counted twice", CountsTwice, "adamw", *_ADAM, "elementwise_optimizers"),
     fault("momentum lost", ForgetsMomentum, "sgd_momentum", *_MOMENTUM, "elementwise_optimizers"),
     fault(
@@ -537,7 +522,7 @@ FAULTS = [
         "manual_optimization",
         "manual_closure",
         "manual_accumulation",
-        "manual_accumulation_unsynchronized",
+        "manual_accumulation_no_sync",
         "forward_without_backward",
         "manual_clipping",
         "several_optimizers",
@@ -546,7 +531,7 @@ FAULTS = [
     fault("manual closures not averaged", NotInManualClosures, "manual_closure"),
     fault("stale weights after a forward", StaleWeights, "forward_without_backward"),
     fault("second optimizer not averaged", FirstOptimizerOnly, "several_optimizers", *_SEVERAL),
-    fault("parts of the root not reduced", RootForwardOnly, "parts_called_directly"),
+    fault("parts of the root not reduced", RootForwardOnly, "submodules_called_directly"),
     fault("bf16-mixed computes in float32", NoAutocast, "precision_bf16_mixed"),
     fault("bf16-true gives float32 weights back", WidenedWeights, "precision_bf16_true"),
     fault("overflow seen by one rank only", OwnOverflow, "overflow_on_one_rank"),

@@ -21,7 +21,7 @@ Step = Callable[..., Any]
 
 
 def weights_of(module: nn.Module) -> Weights:
-    """A copy of the parameters."""
+    """Return a copy of the parameters."""
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
@@ -32,12 +32,8 @@ def set_weights(module: nn.Module, weights: Weights) -> None:
         parameter.copy_(weights[name])
 
 
-# --- runs -----------------------------------------------------------------------------------------
-# Faults with one module that goes through several runs.
-
-
 class FreezesForEvaluation(TinyBackend):
-    """Turns gradients off to evaluate, and not on again."""
+    """Disables gradients for evaluation, and never enables them again."""
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if not optimizers:
@@ -48,7 +44,7 @@ _first: WeakKeyDictionary[nn.Module, Weights] = WeakKeyDictionary()
 
 
 class _Remembers(TinyBackend):
-    """Keeps each module's first weights, as an engine would that compiles or flattens them once."""
+    """Keeps each module's first weights, like an engine that compiles or flattens them once."""
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
@@ -65,7 +61,7 @@ class _Remembers(TinyBackend):
 
 
 class EvaluatesOldWeights(_Remembers):
-    """A new engine evaluates with the weights that the module had when it was first seen."""
+    """Evaluates, in a new engine, with the module's first weights."""
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if not optimizers and self.runs == 1:
@@ -73,7 +69,7 @@ class EvaluatesOldWeights(_Remembers):
 
 
 class EvaluatesItsFirstWeights(_Remembers):
-    """The same engine evaluates with the weights that the module had when training started."""
+    """Evaluates with the weights from the start of training, in the same engine."""
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if not optimizers and self.runs > 1:
@@ -81,7 +77,7 @@ class EvaluatesItsFirstWeights(_Remembers):
 
 
 class TrainsFromTheStart(_Remembers):
-    """A new engine trains from the weights that the module had when it was first seen."""
+    """Trains from the module's first weights, in a new engine."""
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if optimizers and self.runs == 1:
@@ -89,7 +85,7 @@ class TrainsFromTheStart(_Remembers):
 
 
 class TrainsFromItsFirstWeights(_Remembers):
-    """The same engine trains from the weights that the module had when its first training started."""
+    """Trains from the weights of the module's first training, in the same engine."""
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if optimizers and self.runs > 1:
@@ -97,7 +93,7 @@ class TrainsFromItsFirstWeights(_Remembers):
 
 
 class TrainsFromTheFirstEvaluation(TinyBackend):
-    """Training takes up the weights of the module's first evaluation."""
+    """Trains from the weights of the module's first evaluation."""
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         if not optimizers:
@@ -112,39 +108,37 @@ FAULTS = [
         FreezesForEvaluation,
         "evaluation_before_fit",
         "evaluation_computes_no_gradients",
-        "evaluation_takes_the_eval_branch",
-        "training_takes_the_training_branch_again",
+        "evaluation_uses_eval_mode",
+        "training_mode_after_validation",
     ),
     fault(
         "a new engine evaluates the module's first weights",
         EvaluatesOldWeights,
         "evaluation_after_fit",
-        "other_batch_size_in_evaluation",
+        "evaluation_batch_size_differs",
     ),
     fault(
         "the engine that trained evaluates the weights it started from",
         EvaluatesItsFirstWeights,
         "evaluation_with_the_same_trainer",
-        "limited_batches",
+        "limit_batches",
     ),
-    fault("a second fit starts from the initial weights", TrainsFromTheStart, "fit_again"),
+    fault("a second fit starts from the initial weights", TrainsFromTheStart, "fit_again_with_new_trainer"),
     fault(
         "more steps of the same Trainer start from the initial weights",
         TrainsFromItsFirstWeights,
-        "fit_further",
+        "fit_again_with_same_trainer",
     ),
     fault(
-        "a fit goes on from the weights of the first evaluation", TrainsFromTheFirstEvaluation, "any_order"
+        "a fit goes on from the weights of the first evaluation",
+        TrainsFromTheFirstEvaluation,
+        "stages_in_any_order",
     ),
 ]
 
 
-# --- evaluation -----------------------------------------------------------------------------------
-# Faults in evaluation, and in what it does to training.
-
-
 class _Evaluates(TinyBackend):
-    """Tells steps of evaluation from those of training."""
+    """Distinguishes evaluation steps from training steps."""
 
     def run_step(self, module: nn.Module, step: Step, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -159,7 +153,7 @@ class _Evaluates(TinyBackend):
 
 
 class StaleValidation(_Evaluates):
-    """Evaluates with a copy of the weights that is made once."""
+    """Evaluates with a copy of the weights made once."""
 
     copy: Weights | None = None
 
@@ -174,7 +168,7 @@ class StaleValidation(_Evaluates):
 
 
 class StaleAfterValidation(_Evaluates):
-    """After validation training goes on from the weights that the first validation saw."""
+    """Continues training from the weights of the first validation."""
 
     before: Weights | None = None
 
@@ -189,7 +183,7 @@ class StaleAfterValidation(_Evaluates):
 
 
 class DropsGradientsInValidation(_Evaluates):
-    """Evaluation throws away what gradients there are."""
+    """Drops accumulated gradients in evaluation."""
 
     def evaluate(self, module: nn.Module, step: Step, *args: Any, **kwargs: Any) -> Any:
         for parameter in module.parameters():
@@ -198,7 +192,7 @@ class DropsGradientsInValidation(_Evaluates):
 
 
 class EvaluatesTheTrainingBranch(_Evaluates):
-    """Evaluates what it traced in training mode."""
+    """Evaluates the code traced in training mode."""
 
     def evaluate(self, module: nn.Module, step: Step, *args: Any, **kwargs: Any) -> Any:
         module.train()
@@ -209,7 +203,7 @@ class EvaluatesTheTrainingBranch(_Evaluates):
 
 
 class StaysInEvaluation(_Evaluates):
-    """Once it has evaluated, it stays in evaluation mode."""
+    """Stays in evaluation mode after the first evaluation."""
 
     has_evaluated = False
 
@@ -223,7 +217,7 @@ class StaysInEvaluation(_Evaluates):
 
 
 class TrainsEveryModule(_Evaluates):
-    """Puts the whole module into training mode before each step, whatever the user did."""
+    """Puts all submodules into training mode before each step."""
 
     def train(self, module: nn.Module, step: Step, *args: Any, **kwargs: Any) -> Any:
         module.train()
@@ -231,7 +225,7 @@ class TrainsEveryModule(_Evaluates):
 
 
 class EvaluatesWithGradients(_Evaluates):
-    """Evaluates as it trains, with gradients."""
+    """Evaluates with gradients enabled."""
 
     def evaluate(self, module: nn.Module, step: Step, *args: Any, **kwargs: Any) -> Any:
         with torch.enable_grad():
@@ -239,7 +233,7 @@ class EvaluatesWithGradients(_Evaluates):
 
 
 class LeavesInferenceTensors(_Evaluates):
-    """Puts buffers that it made in inference mode into the module."""
+    """Leaves buffers in the module that it made in inference mode."""
 
     def evaluate(self, module: nn.Module, step: Step, *args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
@@ -267,34 +261,32 @@ FAULTS += [
         "validation uses a copy of the weights made once",
         StaleValidation,
         "validation_sees_current_weights",
-        "evaluation_takes_the_eval_branch",
+        "evaluation_uses_eval_mode",
         "smaller_last_batch",
-        "limited_batches",
+        "limit_batches",
     ),
     fault(
         "stale weights after validate",
         StaleAfterValidation,
-        "validation_leaves_training_alone",
+        "validation_keeps_training_unchanged",
         "validation_sees_current_weights",
         "validation_while_gradients_accumulate",
-        "evaluation_takes_the_eval_branch",
-        "training_takes_the_training_branch_again",
+        "evaluation_uses_eval_mode",
+        "training_mode_after_validation",
         "smaller_last_batch",
-        "limited_batches",
+        "limit_batches",
     ),
     fault(
         "validation drops accumulated gradients",
         DropsGradientsInValidation,
         "validation_while_gradients_accumulate",
     ),
-    fault(
-        "evaluation takes the training branch", EvaluatesTheTrainingBranch, "evaluation_takes_the_eval_branch"
-    ),
+    fault("evaluation takes the training branch", EvaluatesTheTrainingBranch, "evaluation_uses_eval_mode"),
     fault(
         "training stays in evaluation mode after validation",
         StaysInEvaluation,
-        "training_takes_the_training_branch_again",
-        "evaluation_takes_the_eval_branch",
+        "training_mode_after_validation",
+        "evaluation_uses_eval_mode",
         "submodules_keep_their_mode",
     ),
     fault(
@@ -304,16 +296,12 @@ FAULTS += [
     fault(
         "inference tensors are left in the module", LeavesInferenceTensors, "evaluation_computes_no_gradients"
     ),
-    fault("predictions of all ranks on each", GathersPredictions, "predictions_of_each_rank"),
+    fault("predictions of all ranks on each", GathersPredictions, "predictions_per_rank"),
 ]
 
 
-# --- batches --------------------------------------------------------------------------------------
-# Faults with batches of unusual sizes.
-
-
 class _Batches(TinyBackend):
-    """Does something to each batch; steps get it as their first argument."""
+    """Changes each batch, the first argument of steps."""
 
     def run_step(self, module: nn.Module, step: Step, *args: Any, **kwargs: Any) -> Any:
         batch, *rest = args
@@ -324,7 +312,7 @@ class _Batches(TinyBackend):
 
 
 class PadsBatches(_Batches):
-    """Fills a smaller batch up to the size of the first one."""
+    """Pads a smaller batch to the size of the first one."""
 
     size = 0
 
@@ -335,7 +323,7 @@ class PadsBatches(_Batches):
 
 
 class CutsBatches(_Batches):
-    """Cuts a larger training batch down to the size of the first one."""
+    """Truncates a larger training batch to the size of the first one."""
 
     size = 0
 
@@ -347,14 +335,14 @@ class CutsBatches(_Batches):
 
 
 class CutsBatchesInEvaluation(_Batches):
-    """Evaluates at most as many samples as it was built for."""
+    """Evaluates at most its initial number of samples."""
 
     def changed(self, batch: list[Tensor]) -> list[Tensor]:
         return batch if torch.is_grad_enabled() else [part[:6] for part in batch]
 
 
 class SkipsSingleSamples(TinyBackend):
-    """Takes a batch of one sample for an accident, and does not train with it."""
+    """Skips training batches of one sample."""
 
     def run_step(self, module: nn.Module, step: Step, *args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
@@ -362,7 +350,7 @@ class SkipsSingleSamples(TinyBackend):
 
 
 class WeighsBySamples(TinyBackend):
-    """Weighs the ranks' gradients by their numbers of samples."""
+    """Weights the ranks' gradients by their numbers of samples."""
 
     share = 1.0
 
@@ -378,7 +366,7 @@ class WeighsBySamples(TinyBackend):
 
 
 class PeeksAtLoaders(DDPStrategy):
-    """Looks at the first batch of every loader."""
+    """Reads the first batch of every loader."""
 
     def process_dataloader(self, dataloader: object) -> object:
         if isinstance(dataloader, torch.utils.data.DataLoader):
@@ -391,20 +379,16 @@ FAULTS += [
         "a smaller last batch is filled up",
         PadsBatches,
         "smaller_last_batch",
-        "unequal_shares",
+        "batch_size_differs_by_rank",
         "batch_size_changes",
-        "predictions_of_each_rank",
+        "predictions_per_rank",
     ),
     fault("a batch of one sample is skipped", SkipsSingleSamples, "last_batch_of_one_sample"),
-    fault("ranks weigh by their numbers of samples", WeighsBySamples, "unequal_shares"),
+    fault("ranks weigh by their numbers of samples", WeighsBySamples, "batch_size_differs_by_rank"),
     fault("larger batches are cut to the size of the first", CutsBatches, "batch_size_changes"),
-    fault("larger batches are cut in evaluation", CutsBatchesInEvaluation, "other_batch_size_in_evaluation"),
+    fault("larger batches are cut in evaluation", CutsBatchesInEvaluation, "evaluation_batch_size_differs"),
     fault("every loader has to have a batch", PeeksAtLoaders, "empty_validation"),
 ]
-
-
-# --- ending ---------------------------------------------------------------------------------------
-# Faults in where a run ends.
 
 
 class TrainsAnEpochMore(DDPStrategy):
@@ -432,7 +416,7 @@ class DecidesAlone(DDPStrategy):
 
 
 class DecidesByMinority(DDPStrategy):
-    """Takes it for one rank's decision only if just one has taken it."""
+    """Reports one rank's wish only if exactly one rank has it."""
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         count = torch.tensor(int(decision))
@@ -441,8 +425,10 @@ class DecidesByMinority(DDPStrategy):
 
 
 FAULTS += [
-    fault("one epoch too many", TrainsAnEpochMore, "epochs_end", "empty_validation", "limited_batches"),
-    fault("limits of batches are ignored", IgnoresLimits, "limited_batches"),
+    fault(
+        "one epoch too many", TrainsAnEpochMore, "max_epochs_ends_fit", "empty_validation", "limit_batches"
+    ),
+    fault("limits of batches are ignored", IgnoresLimits, "limit_batches"),
     fault("each rank decides alone when to stop", DecidesAlone, "one_rank_stops_all"),
     fault("all ranks together cannot stop", DecidesByMinority, "early_stopping"),
 ]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 from nnx_base.clean_up import CleanUp
-from nnx_conformance.checks.manners_failures import Ending
-from nnx_conformance.checks.manners_first_error import fail_before_the_model, lose_the_connection
+from nnx_conformance.checks.lifecycle.errors import Ending
+from nnx_conformance.checks.lifecycle.first_error import fail_before_the_model, lose_the_connection
 from nnx_conformance.subject import Subject
 
 _OF_TEARDOWN = ("gathering the model", "removing averaged weights", "closing")

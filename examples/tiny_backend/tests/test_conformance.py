@@ -17,10 +17,21 @@ class TestTinyLightning(StrategyConformance):
     strategy = "tiny_lightning"
     only = (
         "numbers",
-        "names",
+        "lightning_api",
         *("weights_resume", "optimizer_state_resumes", "two_optimizers_resume", "resume_and_save_again"),
-        *("resume_at_world_sizes", "resume_from_ddp", "resume_under_ddp", "checkpoint_is_whole"),
-        *("weights_only_has_no_optimizer", "load_hook_renames", "keeps_the_best", "missing_checkpoint"),
-        *("two_trainers", "pickled_object", "error_in_step", "error_on_one_rank", "no_process_groups"),
-        *("light_plugin", "described", "declared_options", "portable_spec"),
+        *("resume_at_world_sizes", "resume_from_ddp", "resume_under_ddp", "checksums_verify"),
+        *(
+            "weights_only_has_no_optimizer",
+            "load_hook_renames",
+            "model_checkpoint_keeps_best",
+            "missing_checkpoint",
+        ),
+        *(
+            "two_trainers",
+            "strategy_can_be_pickled",
+            "error_in_training_step",
+            "error_on_one_rank",
+            "no_leftover_process_groups",
+        ),
+        *("listing_imports_no_torch", "spec_has_description", "options_match_engine", "spec_is_plain_data"),
     )

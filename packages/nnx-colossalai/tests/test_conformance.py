@@ -18,7 +18,7 @@ MIXED = {**UNITS, "offload_fraction": 0.6, "stream_fraction": 0.3}
 class TestColossalAI(StrategyConformance):
     strategy = "colossalai"
     options = MIXED
-    only = ("numbers", "stages", "structure", "names")
+    only = ("numbers", "stages", "models", "lightning_api")
 
 
 class TestColossalAIHabits(StrategyConformance):
@@ -27,7 +27,13 @@ class TestColossalAIHabits(StrategyConformance):
     strategy = "colossalai"
     options = STREAMED
     only = (
-        *("gradient_hooks", "assigned_weights", "pruned_by_lightning", "parametrized", "functional_call"),
+        *(
+            "gradient_hooks",
+            "weight_data_assigned",
+            "model_pruning_callback",
+            "parametrization_with_parameters",
+            "functional_call",
+        ),
     )
 
 
@@ -36,13 +42,13 @@ class TestColossalAIBranches(StrategyConformance):
 
     strategy = "colossalai"
     options = {**STREAMED, "by_choice": ["left", "right"]}  # noqa: RUF012
-    only = ("swapped_experts", "layer_of_one_rank")
+    only = ("different_expert_per_rank", "layer_used_by_one_rank")
 
 
 class TestColossalAIListedExperts(StrategyConformance):
     strategy = "colossalai"
     options = {**STREAMED, "by_choice": ["listed"]}  # noqa: RUF012
-    only = ("experts_in_a_list",)
+    only = ("experts_in_module_list",)
 
 
 class TestColossalAIHeads(StrategyConformance):
@@ -66,7 +72,7 @@ class TestColossalAICpu(StrategyConformance):
 class TestColossalAICuda(StrategyConformance):
     strategy = "colossalai_cuda"
     options = UNITS
-    only = ("structure",)
+    only = ("models",)
 
 
 class TestColossalAIAlone(StrategyConformance):
@@ -84,7 +90,7 @@ class TestColossalAIAlone(StrategyConformance):
             "closure_called_twice",
         ),
         *("manual_optimization", "manual_closure", "manual_accumulation", "forward_without_backward"),
-        *("several_optimizers_clipped", "several_optimizers_toggled", "parts_called_directly"),
+        *("several_optimizers_clipped", "several_optimizers_toggled", "submodules_called_directly"),
         *("precision_64_true", "precision_bf16_true", "precision_16_mixed", "precision_bf16_mixed"),
-        *("ties_last", "layers_used_twice", "parametrized_layers", "recomputed_activations"),
+        *("ties_survive_training", "layers_called_twice", "parametrized_layers", "activation_checkpointing"),
     )

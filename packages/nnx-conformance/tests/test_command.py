@@ -95,7 +95,7 @@ def test_a_strategy_that_breaks_a_promise_is_explained_at_the_end(nnx_conformanc
     assert shown[1].endswith(" s"), "the reason is too long for a line of the table"
     explained = shown[shown.index("FAILED clip_by_norm") :]
     assert explained[1].startswith("promised: ")
-    assert explained[2].startswith("seen: ") and "rank 0 of 2" in explained[2]
+    assert explained[2].startswith("found: ") and "rank 0 of 2" in explained[2]
     assert shown[-1].startswith("1 passed, 1 failed in ")
     assert all(len(line) <= 110 for line in output.splitlines())
     assert error == "", "there is no traceback to offer"
@@ -105,10 +105,10 @@ def test_what_is_declared_false_says_so_on_its_line(nnx_conformance: Command) ->
     code, output, _ = nnx_conformance("modest", *NAMES, "--only", "clip_by_norm")
     assert code == 0
     assert lines(output)[0].startswith("undeclared numbers clip_by_norm ")
-    assert lines(output)[0].endswith(" works, although it declares clip_by_norm=False")
+    assert lines(output)[0].endswith(" works, although the strategy declares clip_by_norm=False")
     code, output, _ = nnx_conformance("forgetful", *NAMES, "--only", "clip_by_norm")
     assert code == 0
-    assert lines(output)[0].endswith(" s it declares clip_by_norm=False")
+    assert lines(output)[0].endswith(" s the strategy declares clip_by_norm=False")
 
 
 def test_tracebacks_are_printed_when_asked_for(nnx_conformance: Command) -> None:
@@ -195,9 +195,9 @@ def test_long_explanations_are_wrapped_and_say_everything(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     words = [f"word{number}" for number in range(60)]
-    conformance._print_wrapped("seen: " + " ".join(words))
+    conformance._print_wrapped("found: " + " ".join(words))
     shown = capsys.readouterr().out
-    assert shown.split() == ["seen:", *words]
+    assert shown.split() == ["found:", *words]
     assert max(len(line) for line in shown.splitlines()) <= max(60, columns)
 
 

@@ -15,12 +15,12 @@ TABLES = re.compile(r"(<!-- checks: [^\n]* -->\n).*?(<!-- end of checks -->)", r
 ABOUT = {
     "numbers": "Training gives the numbers of one process.",
     "stages": "Fit, validate, test and predict, in any order, and what happens between batches.",
-    "structure": "Modules of every shape: how they are built, and what is in them.",
-    "names": "What a user's code sees of the module, of callbacks, logged values, collectives and samplers.",
-    "habits": "What people write around a model: equal, or refused with a remedy and named in `refuses`.",
-    "checkpoints": "Saving and resuming, here, elsewhere and after an accident.",
-    "nodes": "Ranks that are told to be on several nodes.",
-    "manners": "Starting, ending, failing, and being used in other ways than by Trainer.",
+    "models": "Models of every architecture, however they are built.",
+    "lightning_api": "Module, callbacks, logged values, collectives and samplers behave as in one process.",
+    "user_patterns": "User code around a model trains as in one process, or is refused with a remedy.",
+    "checkpoints": "Saving and resuming, at any world size, also after kills and corruption.",
+    "nodes": "Ranks of several simulated nodes.",
+    "lifecycle": "The plugin's spec, launchers, Fabric, errors, repeated use and cleanup.",
 }
 
 

@@ -1,4 +1,4 @@
-"""How the conformance suite chooses checks and comes to its verdicts."""
+"""The conformance suite selects checks and gives verdicts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ from nnx_conformance.check import (
     expect,
     missing_capability,
 )
-from nnx_conformance.checks.habits_parameters import Parametrized, WeightsReadOnRankZero
-from nnx_conformance.habits import try_habit
+from nnx_conformance.checks.user_patterns.parameters import (
+    ParametrizationWithParameters,
+    WeightsReadOnRankZero,
+)
+from nnx_conformance.patterns import try_pattern
 from nnx_conformance.pool import WorkerPool
 from nnx_conformance.report import Result
 from nnx_conformance.runner import Session, select_checks
@@ -61,9 +64,6 @@ def verdict(pool: WorkerPool, tmp_path: Path) -> Callable[..., Result]:
         return (session or Session(subject, pool=pool)).try_check(made, tmp_path)
 
     return run
-
-
-# --- which checks ---
 
 
 def test_the_fast_profile_leaves_out_what_only_the_full_one_tries() -> None:
@@ -110,9 +110,9 @@ def test_every_check_is_named_and_promises_something_and_belongs_to_a_group() ->
 
 
 def test_two_checks_of_one_name_and_checks_without_a_promise_are_refused() -> None:
-    with pytest.raises(ValueError, match="'losses_float64' is defined twice or has no docstring"):
+    with pytest.raises(ValueError, match="'losses_float64' has a second definition or no docstring"):
         check(name="losses_float64")(documented)
-    with pytest.raises(ValueError, match="'keeps' is defined twice or has no docstring"):
+    with pytest.raises(ValueError, match="'keeps' has a second definition or no docstring"):
         check()(keeps)
 
 
@@ -133,9 +133,6 @@ def test_a_requirement_that_is_no_capability_is_refused() -> None:
 )
 def test_a_missing_capability_is_said_as_it_is_declared(requirement: str, missing: str) -> None:
     assert missing_capability(Capabilities(), requirement) == missing
-
-
-# --- verdicts ---
 
 
 def test_a_check_that_ends_has_passed(verdict: Callable[..., Result]) -> None:
@@ -166,8 +163,8 @@ def test_a_check_that_has_nothing_to_try_is_skipped(verdict: Callable[..., Resul
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        (keeps, ("undeclared", "works, although it declares clip_by_norm=False")),
-        (breaks, ("skipped", "it declares clip_by_norm=False")),
+        (keeps, ("undeclared", "works, although the strategy declares clip_by_norm=False")),
+        (breaks, ("skipped", "the strategy declares clip_by_norm=False")),
     ],
 )
 def test_what_is_declared_false_is_tried_all_the_same(
@@ -185,7 +182,7 @@ def test_what_is_declared_true_and_fails_has_failed(verdict: Callable[..., Resul
 @pytest.mark.parametrize(
     ("strategy", "kind", "what"),
     [
-        ("ddp", "lightning", "strategy of Lightning's own"),
+        ("ddp", "lightning", "strategy of Lightning itself"),
         ("tiny", "backend", "Backend"),
         ("tiny_lightning", "strategy", "raw Lightning strategy"),
     ],
@@ -195,7 +192,7 @@ def test_a_promise_is_asked_only_of_the_kinds_that_make_it(
 ) -> None:
     others = tuple(sorted({"backend", "strategy", "lightning"} - {kind}))
     result = verdict(breaks, subject=Subject(strategy), kinds=others)
-    assert (result.verdict, result.detail) == ("skipped", f"not asked of a {what}")
+    assert (result.verdict, result.detail) == ("skipped", f"does not apply to a {what}")
     assert verdict(breaks, subject=Subject(strategy), kinds=(kind,)).verdict == "failed"
 
 
@@ -211,7 +208,7 @@ def test_a_job_that_fails_in_one_plain_process_is_not_blamed_on_the_strategy(
 ) -> None:
     result = verdict(lambda bench: bench.alone(jobs.fail_on_rank, 0))
     assert result.verdict == "failed"
-    assert result.detail == "the reference fails, one plain process: RuntimeError: planted in a job"
+    assert result.detail == "the reference (one plain process) fails: RuntimeError: planted in a job"
     assert "in fail_on_rank" in result.log
 
 
@@ -226,9 +223,6 @@ def test_a_check_that_hangs_is_ended_and_the_next_one_runs(
     assert result.detail.startswith("ddp: rank 0 of 1: no answer in time (")
     assert "in sleep" in result.log
     assert verdict(lambda bench: bench.run(jobs.name_of), session=session).verdict == "passed"
-
-
-# --- the bench ---
 
 
 def test_jobs_run_with_the_strategy_or_with_another_one(verdict: Callable[..., Result]) -> None:
@@ -295,10 +289,7 @@ def test_a_check_that_takes_several_ranks_is_skipped_where_one_is_tried(
     for most in (1, 2):
         result = Session(Subject("ddp"), pool=pool, ranks=most).try_check(asked, Path())
         ends[most] = (result.verdict, result.detail)
-    assert ends == {1: ("skipped", "it takes 2 ranks, and there are 1"), 2: ("passed", "")}
-
-
-# --- strategies that cannot be checked ---
+    assert ends == {1: ("skipped", "the check needs 2 ranks, and there are 1"), 2: ("passed", "")}
 
 
 def test_an_unknown_name_is_explained_without_starting_workers() -> None:
@@ -340,15 +331,16 @@ def test_a_traceback_is_told_in_one_line(text: str, expected: str) -> None:
     assert exception_in(text) == expected
 
 
-# --- habits that a strategy refuses ---
-
-
 @pytest.mark.parametrize(
     ("strategy", "verdict", "detail"),
     [
-        ("refuses_as_declared", "skipped", "refused, as it declares: UnsupportedError: layer 'head'"),
-        ("refuses", "failed", "refused, but not named in its capabilities: UnsupportedError: layer 'head'"),
-        ("tinybackend_as_declared", "undeclared", "works, although it declares refuses='parametrized'"),
+        ("refuses_as_declared", "skipped", "refused, as declared: UnsupportedError: layer 'head'"),
+        ("refuses", "failed", "refused, but not declared in `refuses`: UnsupportedError: layer 'head'"),
+        (
+            "tinybackend_as_declared",
+            "undeclared",
+            "works, although the strategy declares refuses='parametrization_with_parameters'",
+        ),
         ("refuseslate_as_declared", "failed", "the loss of batch 0 is"),
         ("refusesononerank_as_declared", "failed", "rank 0 of 2: "),
         ("hasnoremedy_as_declared", "failed", "UnsupportedError: layer 'head' is parametrized."),
@@ -356,18 +348,20 @@ def test_a_traceback_is_told_in_one_line(text: str, expected: str) -> None:
         ("breaks_as_declared", "failed", "RuntimeError: Connection reset by peer"),
     ],
 )
-def test_a_habit_is_kept_or_refused_with_a_remedy_as_declared(
+def test_a_user_pattern_works_or_is_refused_with_a_remedy_as_declared(
     pool: WorkerPool, tmp_path: Path, strategy: str, verdict: str, detail: str
 ) -> None:
-    result = _result_of("parametrized", Parametrized, strategy, pool, tmp_path)
+    result = _result_of(
+        "parametrization_with_parameters", ParametrizationWithParameters, strategy, pool, tmp_path
+    )
     assert (result.verdict, detail in result.detail) == (verdict, True), result.detail
 
 
 @pytest.mark.parametrize(
     ("strategy", "verdict", "detail"),
     [
-        ("refusesononerank_as_declared", "skipped", "refused, as it declares: UnsupportedError: layer"),
-        ("refusesononerank", "failed", "refused, but not named in its capabilities: UnsupportedError: layer"),
+        ("refusesononerank_as_declared", "skipped", "refused, as declared: UnsupportedError: layer"),
+        ("refusesononerank", "failed", "refused, but not declared in `refuses`: UnsupportedError: layer"),
         ("failsbesidearefusal_as_declared", "failed", "rank 0 of 2: IndexError"),
         ("breaks_as_declared", "failed", "RuntimeError: Connection reset by peer"),
     ],
@@ -381,8 +375,8 @@ def test_where_ranks_differ_one_may_refuse_alone_and_its_end_releases_the_others
 
 def _result_of(name: str, model: type[Plain], strategy: str, pool: WorkerPool, directory: Path) -> Result:
     def run(bench: Bench) -> None:
-        try_habit(bench, {name: Task(model=model)}, name, 2)
+        try_pattern(bench, {name: Task(model=model)}, name, 2)
 
-    one_habit = replace(next(one for one in all_checks() if one.name == name), run=run)
+    pattern_check = replace(next(one for one in all_checks() if one.name == name), run=run)
     session = Session(Subject(strategy, imports=("jobs.refusing_strategies",)), pool=pool)
-    return session.try_check(one_habit, directory)
+    return session.try_check(pattern_check, directory)

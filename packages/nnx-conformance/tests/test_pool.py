@@ -45,7 +45,7 @@ def test_ranks_can_be_told_to_be_on_several_nodes(pool: WorkerPool) -> None:
         ["2", "0", "2", "1", "1"],
         ["3", "1", "2", "1", "1"],
     ]
-    with pytest.raises(ValueError, match="cannot be shared by nodes=2 alike"):
+    with pytest.raises(ValueError, match="nodes=2 does not divide"):
         pool.run(pool_jobs.describe, world_size=3, nodes=2)
 
 
@@ -152,7 +152,6 @@ def test_a_port_that_is_taken_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> 
         assert free_port() == free
 
 
-# --- templates ------------------------------------------------------------------------------------
 # Workers that are forked of a process that has imported everything, instead of importing it themselves.
 
 

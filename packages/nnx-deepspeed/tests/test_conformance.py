@@ -20,19 +20,56 @@ class TestStage3(StrategyConformance):
     strategy = "nnx_deepspeed_3"
     options = PARTS
     only = (
-        *("losses_float32", "ranks_start_alike", "accumulation", "accumulation_cut_short", "clip_by_norm"),
-        *("clip_accumulated", "gradients_zeroed_in_place", "parameter_groups_edited", "overflow_on_one_rank"),
-        *("manual_accumulation_unsynchronized", "precision_bf16_mixed", "shards_parameters"),
-        *("uneven_dimensions", "scalar_parameters", "empty_parameters", "strided_parameters", "ties_last"),
-        *("frozen_parameters", "partly_frozen_layers", "layers_used_twice", "recurrent_layers"),
-        *("parametrized_layers", "generic_root", "recomputed_activations", "optimizer_made_early"),
-        *("built_without_values", "buffers_in_validation", "validation_sees_current_weights", "fit_again"),
-        *("average_by_name", "weight_averaging", "nothing_left_on_the_module", "module_after_an_error"),
-        *("fabric_loop", "fabric_checkpoint", "no_tensors", "no_files", "undeclared_precisions"),
-        *("experts_in_a_list", "clipped_by_hand_while_accumulating", "sam_in_manual_optimization"),
-        *("reinitialized_layers", "functional_call", "weight_as_a_number", "weights_read_between_steps"),
-        *("parameters_used_now_and_then", "weights_read_on_rank_zero"),
-        *("loss_dropped_on_one_rank", "layer_called_on_rank_zero"),
+        *(
+            "losses_float32",
+            "ranks_start_with_equal_weights",
+            "accumulation",
+            "accumulation_ends_with_epoch",
+            "clip_by_norm",
+        ),
+        *(
+            "clip_with_accumulation",
+            "gradients_zeroed_in_place",
+            "parameter_groups_edited",
+            "overflow_on_one_rank",
+        ),
+        *("manual_accumulation_no_sync", "precision_bf16_mixed", "shards_parameters"),
+        *(
+            "uneven_dimensions",
+            "scalar_parameters",
+            "empty_parameters",
+            "non_contiguous_parameters",
+            "ties_survive_training",
+        ),
+        *("frozen_parameters", "partly_frozen_layers", "layers_called_twice", "recurrent_layers"),
+        *(
+            "parametrized_layers",
+            "generic_lightning_module",
+            "activation_checkpointing",
+            "optimizer_created_in_init",
+        ),
+        *(
+            "empty_init",
+            "buffers_in_validation",
+            "validation_sees_current_weights",
+            "fit_again_with_new_trainer",
+        ),
+        *("ema_by_name", "weight_averaging", "no_leftover_attributes", "module_complete_after_error"),
+        *(
+            "fabric_loop",
+            "fabric_checkpoint",
+            "no_leftover_tensors",
+            "no_leftover_files",
+            "undeclared_precisions",
+        ),
+        *(
+            "experts_in_module_list",
+            "clip_grad_norm_in_hook_while_accumulating",
+            "sam_in_manual_optimization",
+        ),
+        *("reinitialized_layers", "functional_call", "weight_as_python_number", "weights_read_between_steps"),
+        *("parameters_used_sometimes", "weights_read_on_rank_zero"),
+        *("zeroed_loss_on_one_rank", "layer_called_on_rank_zero"),
     )
 
 
@@ -40,9 +77,13 @@ class TestStage1(StrategyConformance):
     strategy = "nnx_deepspeed_1"
     only = (
         *("clip_by_norm", "parameter_groups", "precision_bf16_mixed", "shards_optimizer"),
-        *("scalar_parameters", "ties_last", "weight_averaging", "nothing_left_on_the_module"),
-        *("swapped_while_accumulating", "experts_of_any_shape", "gradients_in_manual_optimization"),
-        *("parameters_used_now_and_then", "unused_parameters"),
+        *("scalar_parameters", "ties_survive_training", "weight_averaging", "no_leftover_attributes"),
+        *(
+            "different_expert_per_rank_while_accumulating",
+            "experts_of_different_shapes",
+            "gradients_changed_in_manual_optimization",
+        ),
+        *("parameters_used_sometimes", "unused_parameters"),
     )
 
 
@@ -51,8 +92,14 @@ class TestStage2(StrategyConformance):
     only = (
         *("accumulation", "clip_by_value", "parameter_groups", "overflow_on_one_rank", "shards_gradients"),
         *("precision_16_mixed", "precision_bf16_mixed", "uneven_dimensions", "empty_parameters"),
-        *("frozen_parameters", "average_by_name", "fit_again", "fabric_loop"),
-        *("swapped_experts", "experts_in_a_list", "clipped_by_hand", "assigned_weights", "lamb"),
+        *("frozen_parameters", "ema_by_name", "fit_again_with_new_trainer", "fabric_loop"),
+        *(
+            "different_expert_per_rank",
+            "experts_in_module_list",
+            "clip_grad_norm_in_hook",
+            "weight_data_assigned",
+            "lamb",
+        ),
     )
 
 
@@ -60,7 +107,7 @@ class TestStage2WithWrappedOptimizers(StrategyConformance):
     """DeepSpeed steps a copy of the optimizer, and what is wrapped kept the module's parameters."""
 
     strategy = "nnx_deepspeed_2"
-    only = ("optimizer_that_wraps",)
+    only = ("wrapper_optimizer",)
 
 
 class TestStage3OnTheHost(StrategyConformance):
@@ -68,5 +115,5 @@ class TestStage3OnTheHost(StrategyConformance):
     options = PARTS
     only = (
         *("accumulation", "clip_by_norm", "precision_bf16_mixed", "uneven_dimensions"),
-        *("weight_averaging", "fit_again", "nothing_left_on_the_module"),
+        *("weight_averaging", "fit_again_with_new_trainer", "no_leftover_attributes"),
     )

@@ -15,19 +15,31 @@ pytest.importorskip("fairscale", reason="fairscale is not installed")
 UNITS = {"min_num_params": 100}
 OF_ANY_SIZE = {"min_num_params": 1}
 OF_EVERY_ENGINE = (
-    *("accumulation", "clip_by_value", "clip_accumulated", "parameter_group_added", "manual_accumulation"),
+    *(
+        "accumulation",
+        "clip_by_value",
+        "clip_with_accumulation",
+        "parameter_group_added",
+        "manual_accumulation",
+    ),
     *("several_optimizers_toggled", "precision_16_mixed", "overflow_on_one_rank", "mixed_dtypes"),
-    *("parameters_used_now_and_then", "strided_parameters", "unfreezing_by_name", "shards_optimizer"),
-    *("plain_parameters_after_training", "no_survivors"),
+    *("parameters_used_sometimes", "non_contiguous_parameters", "unfreezing_by_name", "shards_optimizer"),
+    *("plain_parameters_after_training", "module_freed"),
 )
 OF_UNITS = (
     *("clip_by_norm", "parameter_groups", "several_optimizers_clipped", "forward_without_backward"),
     *("gradients_zeroed_in_place", "manual_closure", "precision_bf16_mixed", "shards_parameters"),
-    *("shards_gradients", "ties_last", "layers_used_twice", "parametrized_layers", "recurrent_layers"),
-    *("recomputed_activations", "scalar_parameters", "empty_parameters", "uneven_dimensions"),
-    *("frozen_parameters", "wrapped_layers", "wrapped_layers_are_sharded", "average_by_name"),
+    *(
+        "shards_gradients",
+        "ties_survive_training",
+        "layers_called_twice",
+        "parametrized_layers",
+        "recurrent_layers",
+    ),
+    *("activation_checkpointing", "scalar_parameters", "empty_parameters", "uneven_dimensions"),
+    *("frozen_parameters", "wrap_in_configure_model", "wrap_shards_layers", "ema_by_name"),
     *("built_on_meta_in_configure_model", "validation_while_gradients_accumulate", "weight_averaging"),
-    *("fit_again", "module_after_an_error", "fabric_accumulation", "model_summary"),
+    *("fit_again_with_new_trainer", "module_complete_after_error", "fabric_accumulation", "model_summary"),
 )
 
 
@@ -43,9 +55,15 @@ class TestFairscaleFsdpHabits(StrategyConformance):
     strategy = "fairscale_fsdp"
     options = OF_ANY_SIZE
     only = (
-        *("gradient_hooks", "post_accumulate_hooks", "attributes_of_parameters", "assigned_targets"),
-        *("assigned_weights", "written_weights", "reinitialized_layers", "pruned_layers", "functional_call"),
-        "parametrized",
+        *("gradient_hooks", "post_accumulate_grad_hooks", "parameter_attributes", "target_network_assigned"),
+        *(
+            "weight_data_assigned",
+            "weights_written_in_hooks",
+            "reinitialized_layers",
+            "pruned_layers",
+            "functional_call",
+        ),
+        "parametrization_with_parameters",
     )
 
 
@@ -54,9 +72,13 @@ class TestFairscaleFsdpWithoutUnits(StrategyConformance):
 
     strategy = "fairscale_fsdp"
     only = (
-        *("inner_backward", "reentrant_checkpoints", "reentrant_checkpoints_while_accumulating"),
-        *("reentrant_checkpoints_on_rank_zero", "loss_dropped_on_one_rank", "layer_called_on_rank_zero"),
-        "sample_drawn_before_training",
+        *(
+            "backward_inside_backward",
+            "reentrant_checkpointing",
+            "reentrant_checkpointing_while_accumulating",
+        ),
+        *("reentrant_checkpointing_on_rank_zero", "zeroed_loss_on_one_rank", "layer_called_on_rank_zero"),
+        "forward_on_rank_zero_before_training",
     )
 
 
@@ -71,7 +93,17 @@ class TestFairscaleSharded(StrategyConformance):
         *OF_EVERY_ENGINE,
         *("gradients_zeroed_in_place", "several_optimizers_clipped", "shards_gradients"),
         *("gradient_norms_by_name", "validation_while_gradients_accumulate"),
-        *("clipped_by_hand", "clipped_in_manual_optimization", "configured_clipping", "scaled_gradients"),
-        *("zeroed_gradients", "assigned_gradients", "centralized_gradients", "logged_gradient_norms"),
-        *("skipped_large_gradients", "gradients_in_a_callback"),
+        *(
+            "clip_grad_norm_in_hook",
+            "clip_grad_norm_in_manual_optimization",
+            "configure_gradient_clipping",
+            "gradients_scaled_in_hook",
+        ),
+        *(
+            "gradients_zeroed_in_hook",
+            "gradients_assigned_in_hook",
+            "gradient_centralization",
+            "gradient_norms_logged",
+        ),
+        *("large_gradients_skipped", "gradients_changed_in_callback"),
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jobs.used_jobs import ExpertsInBlocks, Swapped, refuse, train
-from nnx_conformance.checks.habits_ranks import ExpertsInAList, Routed, SkippedBlocks
+from nnx_conformance.checks.user_patterns.rank_dependent import ExpertsInModuleList, Routed, SkippedBlocks
 from nnx_conformance.comparing import expect_same_run
 from nnx_conformance.pool import WorkerPool
 from nnx_conformance.task import Block
@@ -47,10 +47,10 @@ def test_units_of_one_rank_are_refused_by_name_on_every_rank(pool: WorkerPool) -
 
 
 def test_listed_experts_are_refused_with_the_option_and_equal_with_it(pool: WorkerPool) -> None:
-    for message in pool.run(refuse, "fsdp_auto", {"min_num_params": 100}, ExpertsInAList, world_size=2):
+    for message in pool.run(refuse, "fsdp_auto", {"min_num_params": 100}, ExpertsInModuleList, world_size=2):
         assert "came to the gather of listed." in message
         assert 'pass by_choice=["listed"]' in message
-    expect_equal(pool, ExpertsInAList, by_choice=["listed"])
+    expect_equal(pool, ExpertsInModuleList, by_choice=["listed"])
 
 
 def test_blocks_that_a_rank_skips_are_refused_with_the_option_and_equal_with_it(pool: WorkerPool) -> None:

@@ -11,7 +11,7 @@ from nnx_conformance import StrategyConformance
 from nnx_conformance.runner import select_checks
 
 UNITS = {"min_num_params": 100}
-LISTED = ("experts_in_a_list", "experts_of_any_shape")
+LISTED = ("experts_in_module_list", "experts_of_different_shapes")
 SKIPPED = ("skipped_blocks",)
 
 
@@ -43,7 +43,7 @@ class TestFsdpManual(StrategyConformance):
     """Its units are the user's, or the module as a whole: it differs in what becomes of modules."""
 
     strategy = "fsdp_manual"
-    only = ("structure", "losses_float64", "accumulation", "clip_by_norm", "several_optimizers")
+    only = ("models", "losses_float64", "accumulation", "clip_by_norm", "several_optimizers")
 
 
 class TestFsdpOffload(StrategyConformance):
@@ -51,7 +51,7 @@ class TestFsdpOffload(StrategyConformance):
 
     strategy = "fsdp_offload"
     options = UNITS
-    only = ("numbers", "structure")
+    only = ("numbers", "models")
 
 
 class TestFsdpHybrid(StrategyConformance):

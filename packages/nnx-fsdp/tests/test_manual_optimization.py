@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jobs.manual_jobs import Adversaries, Interleaved, LookingAgain, train
-from nnx_conformance.checks.habits_gradients import SplitBackward
+from nnx_conformance.checks.user_patterns.gradients import PipelineSplitBackward
 from nnx_conformance.comparing import expect_same_run
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_fsdp.options import MixedPrecision
@@ -36,7 +36,7 @@ def test_a_pipeline_that_splits_the_backward_is_refused_before_a_gradient_is_los
     pool: WorkerPool, options: dict[str, Any]
 ) -> None:
     with pytest.raises(JobError, match=r"computes the gradient of '.*' apart from those of inputs") as caught:
-        pool.run(train, "fsdp_auto", options, SplitBackward, world_size=2)
+        pool.run(train, "fsdp_auto", options, PipelineSplitBackward, world_size=2)
     assert "Use Schedule1F1B or ScheduleInterleaved1F1B" in str(caught.value)
 
 

@@ -13,19 +13,24 @@ from nnx_conformance import StrategyConformance
 class TestNnScalerTp(StrategyConformance):
     strategy = "nnscaler_tp"
     only = (
-        *("numbers", "stages", "structure", "names"),
-        *("iterable_split_by_rank", "shuffled_by_rank", "contrastive_loss", "contrastive_loss_by_rank"),
-        *("contrastive_loss_by_data_rank", "world_size_in_the_loss", "data_world_size_in_the_loss"),
-        *("counted_samples", "complex_parameters", "sparse_gradients"),
-        *("frozen_in_mid_run", "own_backward", "weights_read_on_rank_zero"),
+        *("numbers", "stages", "models", "lightning_api"),
+        *(
+            "iterable_dataset_split_by_rank",
+            "shuffle_seeded_by_rank",
+            "contrastive_loss",
+            "contrastive_loss_with_global_rank",
+        ),
+        *("contrastive_loss_with_data_rank", "loss_scaled_by_world_size", "loss_scaled_by_data_world_size"),
+        *("samples_counted_once", "complex_parameters", "sparse_gradients"),
+        *("frozen_mid_run", "backward_override", "weights_read_on_rank_zero"),
     )
 
 
 class TestNnScalerPp(StrategyConformance):
     strategy = "nnscaler_pp"
     only = (
-        *("numbers", "stages", "structure", "weights_read_between_steps", "logged_weights"),
-        *("no_survivors", "no_tensors", "no_tensors_of_steps"),
+        *("numbers", "stages", "models", "weights_read_between_steps", "weight_norms_logged"),
+        *("module_freed", "no_leftover_tensors", "step_tensors_freed"),
     )
 
 
@@ -33,7 +38,7 @@ class TestNnScalerPpBetweenStages(StrategyConformance):
     """One rank writes into a parameter of another stage, or drops its loss."""
 
     strategy = "nnscaler_pp"
-    only = ("bias_written_by_ranks", "loss_dropped_on_one_rank")
+    only = ("bias_written_per_rank", "zeroed_loss_on_one_rank")
 
 
 class TestNnScalerDeduped(StrategyConformance):
@@ -43,7 +48,7 @@ class TestNnScalerDeduped(StrategyConformance):
 
 class TestNnScalerZero(StrategyConformance):
     strategy = "nnscaler_zero"
-    only = ("numbers", "structure", "gradients_read_on_rank_zero")
+    only = ("numbers", "models", "gradients_read_on_rank_zero")
 
 
 class TestNnScalerDp(StrategyConformance):
@@ -54,18 +59,18 @@ class TestNnScalerDp(StrategyConformance):
         *(
             "losses_float32",
             "losses_float64",
-            "ranks_start_alike",
+            "ranks_start_with_equal_weights",
             "accumulation",
             "clip_by_norm",
             "clip_by_value",
         ),
         *(
-            "clip_accumulated",
+            "clip_with_accumulation",
             "parameter_groups",
             "closure_called_twice",
             "manual_accumulation",
             "manual_clipping",
         ),
-        *("several_optimizers_clipped", "several_optimizers_toggled", "parts_called_directly"),
-        *("precision_16_mixed", "precision_bf16_true", "overflow_on_one_rank", "clip_unscaled"),
+        *("several_optimizers_clipped", "several_optimizers_toggled", "submodules_called_directly"),
+        *("precision_16_mixed", "precision_bf16_true", "overflow_on_one_rank", "clip_after_unscaling"),
     )

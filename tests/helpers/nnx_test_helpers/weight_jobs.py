@@ -120,6 +120,6 @@ def refused(strategy: str, options: dict[str, Any], model: Any) -> str:
 
 
 def train(strategy: str, options: dict[str, Any], model: Any) -> Outcome:
-    """Train a model of user code's habits for four steps."""
+    """Train a model with a user pattern for four steps."""
     module = Task(model=model, steps=4).module()
     return fit(Subject(strategy, options=options), module.task, module=module)

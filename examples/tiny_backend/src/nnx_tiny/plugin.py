@@ -7,7 +7,7 @@ from nnx_core import Capabilities, StrategySpec, hookimpl
 __all__ = ["nnx_strategies"]
 
 _PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
-_REFUSES = ("backward_on_the_loss", "combined_gradients", "split_backward", "lbfgs")
+_REFUSES = ("loss_backward_called_directly", "gradient_surgery", "pipeline_split_backward", "lbfgs")
 
 
 @hookimpl

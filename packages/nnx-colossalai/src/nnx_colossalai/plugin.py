@@ -15,8 +15,8 @@ _CAPABILITIES = Capabilities(
     meta_initialization=True,
     refuses=(
         *("gradients_read_on_rank_zero", "weights_read_on_rank_zero"),  # all ranks gather
-        "state_dict_saved_by_rank_zero",
-        *("functional_gradients", "combined_gradients", "split_backward", "sparse_gradients"),
+        "state_dict_saved_on_rank_zero",
+        *("torch_func_grad", "gradient_surgery", "pipeline_split_backward", "sparse_gradients"),
     ),
 )
 

@@ -1,8 +1,8 @@
-"""The conformance suite: the promises that every strategy keeps, tried in real processes that stay warm.
+"""The conformance suite tests the promises of strategies in real, warm processes.
 
-`run_conformance` and `nnx conformance` check a strategy, `StrategyConformance` makes the checks tests of
-a plugin, `WorkerPool` runs functions on several ranks. Start reading at `check`; the checks themselves are in
-`checks`. Importing this package is light; `StrategyConformance` needs pytest.
+`run_conformance` and `nnx conformance` check a strategy, `StrategyConformance` makes the checks pytest tests
+of a plugin, `WorkerPool` runs functions on several ranks. Start reading at `check`; the folder `checks` has
+the checks. Importing this package is light; `StrategyConformance` needs pytest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a check is: one promise of a strategy, the function that tries it, and the bench it tries it on.
+"""Define checks: a promise of a strategy, the function that tests it, and the bench for the function.
 
-The checks themselves are in `nnx_conformance.checks`. Nothing here runs one (see `runner`).
+`nnx_conformance.checks` has the checks themselves, and `runner` runs them.
 """
 
 from __future__ import annotations
@@ -40,53 +40,56 @@ __all__ = [
 
 
 MODULES = (
-    "numbers_optimizers",
-    "numbers_losses",
+    "numbers.optimizers",
+    "numbers.losses",
     "stages",
-    "structure_layers",
-    "structure_building",
-    "names_module",
-    "names_callbacks",
-    "names_collectives",
-    "names_samplers",
-    "habits_ranks",
-    "habits_gradients",
-    "habits_parameters",
-    "habits_state_dict",
-    "habits_weights_by_hand",
-    "habits_written_by_ranks",
-    "habits_backward",
-    "habits_optimizers",
-    "habits_lone_rank",
-    "habits_collectives",
-    "checkpoints_resuming",
-    "checkpoints_contents",
-    "checkpoints_accidents",
+    "models.layers",
+    "models.building",
+    "lightning_api.user_module",
+    "lightning_api.callbacks",
+    "lightning_api.collectives",
+    "lightning_api.samplers",
+    "user_patterns.rank_dependent",
+    "user_patterns.gradients",
+    "user_patterns.parameters",
+    "user_patterns.state_dicts",
+    "user_patterns.hand_written_steps",
+    "user_patterns.writes_per_rank",
+    "user_patterns.backward",
+    "user_patterns.optimizers",
+    "user_patterns.one_rank_only",
+    "user_patterns.torch_distributed",
+    "checkpoints.resuming",
+    "checkpoints.contents",
+    "checkpoints.corruption",
     "nodes",
-    "manners_starting",
-    "manners_failures",
-    "manners_first_error",
-    "manners_residue",
+    "lifecycle.plugin_spec",
+    "lifecycle.launch",
+    "lifecycle.fabric",
+    "lifecycle.errors",
+    "lifecycle.first_error",
+    "lifecycle.reuse",
+    "lifecycle.cleanup",
 )
-"""The modules in the order in which their checks run: what fails first explains most."""
+"""The modules of checks, in running order: an early failure often explains later ones."""
 
-GROUPS = tuple(dict.fromkeys(module.partition("_")[0] for module in MODULES))
-"""The groups in the order in which they run."""
+GROUPS = tuple(dict.fromkeys(module.partition(".")[0] for module in MODULES))
+"""The groups in running order."""
 
 DEADLINE = 60.0
-"""Seconds that a check may take before it counts as hung."""
+"""Seconds after which a check counts as hung."""
 
 
 class CheckFailed(NnxError):  # noqa: N818 - a verdict, not an accident
-    """The strategy does not keep the promise; the message says what was seen and what was expected."""
+    """The strategy breaks the promise; the message has the observed and the expected result."""
 
 
 class NotApplicable(NnxError):  # noqa: N818
-    """The check has nothing to try on this strategy; the message says why."""
+    """The check does not apply to this strategy; the message has the reason."""
 
 
 class Refused(NnxError):  # noqa: N818
-    """The strategy refuses what the check tries, on every rank and with a remedy; the message is its own."""
+    """The strategy refuses the user pattern, with a remedy on every rank; the message is the refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +97,18 @@ class Check:
     """One promise.
 
     Attributes:
-        name: Unique, lower snake case; the name under which it is reported and chosen.
-        group: The first word of its module's name; one of `GROUPS`.
+        name: A unique name in snake case, for reports and `--only`.
+        group: The folder or module in `checks`; one of `GROUPS`.
         promise: The promise of the strategy, in one sentence.
-        run: Tries it; raises `CheckFailed` or `NotApplicable`.
-        requires: Capabilities without which the promise is not made: ``"clip_by_norm"`` for a flag,
+        run: The test function; raises `CheckFailed` or `NotApplicable`.
+        requires: Capabilities that the promise needs: ``"clip_by_norm"`` for a flag,
             ``"precisions:bf16-mixed"`` for an entry of a list.
-        kinds: The kinds of strategies that the promise can be asked of.
-        full: Only tried in the full profile.
-        of_adapter: True if it tries Lightning's code or the adapter's, which is the same under every engine.
-            The suite of this repository tries it on one strategy of each adapter; `nnx conformance` always.
+        kinds: The kinds of strategies that the check applies to.
+        full: True if only the full profile runs the check.
+        of_adapter: True if the check tests code of Lightning or the adapter, equal for every engine. The
+            tests of this repository run it on one strategy of each adapter; `nnx conformance` always runs it.
         refusable: True if a strategy may name the check in `Capabilities.refuses`.
-        deadline: Seconds after which it counts as hung.
+        deadline: Seconds after which the check counts as hung.
     """
 
     name: str
@@ -132,11 +135,11 @@ def check(
     refusable: bool = False,
     deadline: float = DEADLINE,
 ) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
-    """Register a function as a check; its name and the first line of its docstring are the check's.
+    """Register a function as a check; the first line of its docstring is the promise.
 
     Args:
         *requires: See `Check`.
-        name: Instead of the function's name, for functions made in a loop.
+        name: Replaces the function's name, for functions made in a loop.
         kinds: See `Check`.
         full: See `Check`.
         of_adapter: See `Check`.
@@ -147,7 +150,7 @@ def check(
     def register(function: Callable[[Bench], None]) -> Callable[[Bench], None]:
         made = Check(
             name=name or function.__name__,
-            group=function.__module__.partition(".checks.")[2].partition("_")[0],
+            group=_module_of(function).partition(".")[0],
             promise=(function.__doc__ or "").strip().partition("\n")[0],
             run=function,
             requires=requires,
@@ -159,7 +162,7 @@ def check(
         )
         if made.name in _CHECKS or not made.promise:
             where = " and in ".join(one.run.__module__ for one in (_CHECKS.get(made.name), made) if one)
-            raise ValueError(f"check {made.name!r} is defined twice or has no docstring: in {where}")
+            raise ValueError(f"check {made.name!r} has a second definition or no docstring: in {where}")
         for requirement in requires:
             missing_capability(Capabilities(), requirement)
         _CHECKS[made.name] = made
@@ -170,15 +173,20 @@ def check(
 
 @cache
 def all_checks() -> tuple[Check, ...]:
-    """Every check, by module and then in the order of definition."""
+    """Return every check, by module and then in the order of definition."""
     for module in MODULES:
         importlib.import_module(f"nnx_conformance.checks.{module}")
-    # Whatever was imported first: a test may have needed a model of a later module.
-    return tuple(sorted(_CHECKS.values(), key=lambda one: MODULES.index(one.run.__module__.split(".")[-1])))
+    # The order of imports may differ: a test may have imported a later module for its models.
+    return tuple(sorted(_CHECKS.values(), key=lambda one: MODULES.index(_module_of(one.run))))
+
+
+def _module_of(function: Callable[[Bench], None]) -> str:
+    """Return a check's entry of `MODULES`."""
+    return function.__module__.partition(".checks.")[2]
 
 
 def missing_capability(capabilities: Capabilities, requirement: str) -> str:
-    """How the declaration says that a requirement is not met; empty where it is.
+    """Return the declaration that fails a requirement; empty if the requirement is met.
 
     Example:
         >>> missing_capability(Capabilities(fabric=False), "fabric")
@@ -201,24 +209,24 @@ def expect(condition: bool, message: str) -> None:
     """Fail the check unless the condition holds.
 
     Args:
-        condition: The condition that was promised.
-        message: Says what was seen and what was expected.
+        condition: The promised condition.
+        message: The observed and the expected result.
 
     Raises:
-        CheckFailed: It does not hold.
+        CheckFailed: The condition does not hold.
     """
     if not condition:
         raise CheckFailed(message)
 
 
 class Reference:
-    """Results that are computed once: of one plain process, for all strategies, and what checks share.
+    """Results to compute once: those of one plain process, and those that several checks read.
 
     Args:
         pool: The workers.
 
     Attributes:
-        shared: Results of `Bench.run_once`, or how it failed, by what was run.
+        shared: Results or failures of `Bench.run_once`, by strategy, job and arguments.
     """
 
     def __init__(self, pool: WorkerPool) -> None:
@@ -227,7 +235,7 @@ class Reference:
         self.shared: dict[Any, list[Any] | CheckFailed] = {}
 
     def run(self, job: Callable[..., Any], *args: Any) -> Any:
-        """Call ``job(REFERENCE, *args)`` on one worker, unless that was done before."""
+        """Call ``job(REFERENCE, *args)`` on one worker, or return the earlier result."""
         key = (job.__module__, job.__qualname__, repr(args))
         if key not in self._results:
             self._results[key] = self._pool.run(_in_worker, job, REFERENCE, args, world_size=1)[0]
@@ -235,14 +243,14 @@ class Reference:
 
 
 class Bench:
-    """One check's tools.
+    """The tools of one check.
 
     Attributes:
         subject: The strategy.
-        identity: The class that stands behind it, and what it declares.
-        directory: An empty directory of this check's own.
-        full: True if everything is to be tried, at every world size.
-        ranks: The most ranks that the strategy under test can run on.
+        identity: The class behind the strategy, and its declarations.
+        directory: An empty directory for this check.
+        full: True to test at every world size.
+        ranks: Largest number of ranks for the strategy.
     """
 
     def __init__(
@@ -268,7 +276,7 @@ class Bench:
 
     @property
     def world_sizes(self) -> tuple[int, ...]:
-        """Where numbers are compared: two ranks, and three if everything is tried; or one."""
+        """World sizes for comparisons: two, and three in the full profile; or one."""
         if self.ranks == 1:
             return (1,)
         return (2, 3) if self.full and self.ranks > 2 else (2,)
@@ -292,19 +300,19 @@ class Bench:
 
         Args:
             job: A function of a module that the workers can import.
-            *args: Its further arguments; they travel by pickle, as the results do.
-            world_size: Ranks; two by default, or one where the strategy is tried on one.
-            nodes: The number of nodes that the ranks are told to be on.
-            subject: Another strategy than the one under test, such as ``Subject("ddp")``.
-            timeout: Seconds after which the job counts as hung; by default what the check has left.
+            *args: Its further arguments; arguments and results are pickled.
+            world_size: Number of ranks; by default two, or one if `ranks` is one.
+            nodes: Number of simulated nodes.
+            subject: A strategy in place of the one under test, such as ``Subject("ddp")``.
+            timeout: Seconds after which the job counts as hung; by default the remaining time of the check.
             end_after: See `WorkerPool.run`.
 
         Returns:
             The results in rank order.
 
         Raises:
-            CheckFailed: A rank raised, died or did not answer in time; the message says which, and how.
-            NotApplicable: It asks for several ranks where the strategy is tried on one.
+            CheckFailed: A rank raised, died or hung; the message names the rank and the error.
+            NotApplicable: The job needs more ranks than there are.
         """
         chosen, ranks = subject or self.subject, self._ranks(world_size)
         try:
@@ -321,7 +329,7 @@ class Bench:
 
     def _ranks(self, asked: int | None) -> int:
         if asked is not None and asked > self.ranks:
-            self.not_applicable(f"it takes {asked} ranks, and there are {self.ranks}")
+            self.not_applicable(f"the check needs {asked} ranks, and there are {self.ranks}")
         return asked or min(2, self.ranks)
 
     def run_once(
@@ -332,7 +340,7 @@ class Bench:
         timeout: float | None = None,
         end_after: float = math.inf,
     ) -> list[Any]:
-        """Like `run`, for what several checks look at: only the first of them runs it.
+        """Call a job once for all checks that read its results; see `run`.
 
         Args:
             job: See `run`.
@@ -342,10 +350,10 @@ class Bench:
             end_after: See `run`.
 
         Returns:
-            The results in rank order, which the check must not change.
+            The results in rank order; checks must not change them.
 
         Raises:
-            CheckFailed: Raised as by `run`, for every check that asks.
+            CheckFailed: The job failed, in this check or an earlier one.
         """
         shared, key = self._reference.shared, (self.subject, job, repr(args), self._ranks(world_size))
         if key not in shared:
@@ -361,7 +369,7 @@ class Bench:
         return found
 
     def alone(self, job: Callable[..., Any], *args: Any) -> Any:
-        """The result of ``job(REFERENCE, *args)`` on one plain process; computed once."""
+        """Return the result of ``job(REFERENCE, *args)`` on one plain process; computed once."""
         return self._reference.run(job, *args)
 
     def train(self, task: Task, *, world_size: int | None = None) -> list[Outcome]:
@@ -374,7 +382,7 @@ class Bench:
         return outcome
 
     def not_applicable(self, reason: str) -> NoReturn:
-        """End the check: there is nothing to try on this strategy."""
+        """End the check, because it does not apply to this strategy."""
         raise NotApplicable(reason)
 
 
@@ -384,19 +392,19 @@ def _in_worker(job: Callable[..., Any], subject: Subject, args: tuple[Any, ...])
 
 
 def summary_of(subject: Subject, error: JobError) -> str:
-    """One line for each way in which ranks failed: the exception without its traceback, or how it died."""
+    """Return one line with the distinct failures and their ranks, without tracebacks."""
     ranks: dict[str, list[int]] = {}
     for rank, text in error.failures.items():
         ranks.setdefault(exception_in(text), []).append(rank)
-    parts = [
-        f"{'ranks' if len(where) > 1 else 'rank'} {', '.join(map(str, where))} of {len(error.output)}: {what}"
-        for what, where in ranks.items()
+    failures = [
+        f"{'ranks' if len(where) > 1 else 'rank'} {', '.join(map(str, where))} of {len(error.output)}: {text}"
+        for text, where in ranks.items()
     ]
-    return f"{subject.strategy}: " + "; ".join(parts)
+    return f"{subject.strategy}: " + "; ".join(failures)
 
 
 def exception_in(traceback: str) -> str:
-    r"""What a formatted traceback ends with, on one line; other text as it is.
+    r"""Return the exception that ends a formatted traceback, on one line; other text unchanged.
 
     Example:
         >>> exception_in('  File "x.py", line 1, in f\n    g()\nKeyError: two\n\tlines')

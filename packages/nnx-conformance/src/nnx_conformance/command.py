@@ -1,4 +1,4 @@
-"""The command ``nnx conformance``: its arguments, the run, and what is printed of it."""
+"""The command ``nnx conformance``: its arguments, the run and the output."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ __all__ = [
 ]
 
 
-# ``nnx conformance``: check that a strategy keeps its promises.
-#
-# Unlike other verbs on strategies it runs them, in worker processes, and takes minutes: results are printed
-# as they come, and what failed is explained at the end.
+# Unlike other commands this one runs strategies, in worker processes, for minutes. So it prints each result
+# at once, and the details of failures at the end.
 
 
 _ERASE = "\r\x1b[K"
-"""Makes a terminal forget the line that it is on."""
+"""Erases the current line of a terminal."""
 
 
 def run(
@@ -49,7 +47,7 @@ def run(
     verbose: bool,
     as_json: bool,
 ) -> int:
-    """Check a strategy and print what was found; 1 where it breaks a promise, 2 for wrong arguments."""
+    """Check a strategy and print the results; return 1 for a broken promise, 2 for wrong arguments."""
     from nnx_conformance.runner import run_conformance, select_checks
     from nnx_conformance.subject import Subject
 
@@ -80,7 +78,7 @@ def run(
 
 
 def _ranks(asked: int | None, accelerator: str) -> int:
-    """How many ranks to use: three, or fewer where there are fewer cards."""
+    """Return the number of ranks to use: three, or fewer on fewer GPUs."""
     from nnx_conformance.runner import WORKERS
 
     if asked is not None or accelerator not in ("cuda", "gpu"):
@@ -91,7 +89,7 @@ def _ranks(asked: int | None, accelerator: str) -> int:
 
 
 def list_checks(*, as_json: bool) -> int:
-    """Print every check and what it tries."""
+    """Print every check and its promise."""
     from nnx_conformance.check import all_checks
 
     rows: list[ListedCheck] = [
@@ -113,14 +111,14 @@ def list_checks(*, as_json: bool) -> int:
 
 
 def parse_options(options: Sequence[str]) -> dict[str, Any]:
-    """``name=value`` as keyword arguments; what is not a Python literal is text.
+    """Parse ``name=value`` options; a value that is no Python literal is text.
 
     Example:
         >>> parse_options(["min_num_params=100", "state_dict_type=sharded"])
         {'min_num_params': 100, 'state_dict_type': 'sharded'}
 
     Raises:
-        OptionError: There is no ``=`` in an option.
+        OptionError: An option has no ``=``.
     """
     parsed = {}
     for option in options:
@@ -135,15 +133,15 @@ def parse_options(options: Sequence[str]) -> dict[str, Any]:
 
 
 def _announcing(count: int) -> Callable[[Check], None]:
-    """To be called before each of so many checks."""
+    """Return a function to call before each of so many checks."""
     numbers = itertools.count(1)
     return lambda check: _announce(f"[{next(numbers)}/{count}] {check.name}")
 
 
-def _announce(doing: str) -> None:
-    """Say on a terminal what is being done, in a line that the next result replaces."""
+def _announce(activity: str) -> None:
+    """Show the current activity on a terminal, in a line that the next result replaces."""
     if sys.stderr.isatty():
-        sys.stderr.write(f"{_ERASE}{doing} ...")
+        sys.stderr.write(f"{_ERASE}{activity} ...")
         sys.stderr.flush()
 
 
@@ -165,11 +163,11 @@ def _erase_announcement() -> None:
 
 
 def _line(result: Result) -> str:
-    """One check on one line; a failure's reason is too long for it."""
+    """Format a result as one line; the reason of a failure is too long and follows later."""
     verdict = "FAILED" if result.verdict == "failed" else result.verdict
     reason = "" if result.verdict == "failed" else result.detail
     return (
-        f"{verdict:<10}  {result.group:<11}  {result.check:<42}  {result.seconds:6.1f} s  {reason}".rstrip()
+        f"{verdict:<10}  {result.group:<13}  {result.check:<44}  {result.seconds:6.1f} s  {reason}".rstrip()
     )
 
 
@@ -177,7 +175,7 @@ def _conclude(report: Report, *, verbose: bool) -> None:
     for failure in report.failures:
         print_text(f"\nFAILED {failure.check}")
         _print_wrapped(f"promised: {failure.promise}")
-        _print_wrapped(f"seen: {failure.detail}")
+        _print_wrapped(f"found: {failure.detail}")
         if verbose and failure.log:
             print_text(textwrap.indent(failure.log.rstrip(), "    "))
     print_text("")
@@ -195,17 +193,17 @@ def _print_wrapped(text: str) -> None:
 
 
 def add_commands(app: typer.Typer) -> None:
-    """The entry point of the group ``nnx.commands``; it replaces the hint that nnx-core has."""
+    """Add the command; the entry point in ``nnx.commands`` replaces nnx-core's placeholder."""
     app.command("conformance")(check_strategy)
 
 
 def check_strategy(
     name: Annotated[
         str | None,
-        typer.Argument(help="Name of a strategy, or pkg.module:Class of one that is not registered."),
+        typer.Argument(help="Name of a strategy, or pkg.module:Class of an unregistered one."),
     ] = None,
     *,
-    full: Annotated[bool, typer.Option("--full", help="Try everything, at every world size.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Run all checks, at every world size.")] = False,
     only: Annotated[
         list[str] | None, typer.Option("--only", help="A check or a group of checks; may be repeated.")
     ] = None,
@@ -213,7 +211,7 @@ def check_strategy(
         list[str] | None, typer.Option("--option", help="name=value for the strategy; may be repeated.")
     ] = None,
     accelerator: Annotated[
-        str, typer.Option("--accelerator", help="Devices to run on; the largest jobs need three of them.")
+        str, typer.Option("--accelerator", help="Devices to run on; the largest jobs need three.")
     ] = "cpu",
     ranks: Annotated[
         int | None,
@@ -221,16 +219,16 @@ def check_strategy(
             "--ranks",
             min=1,
             max=3,
-            help="The most ranks to use; what takes more is left out. By default 3, or one for each GPU.",
+            help="Largest number of ranks; checks that need more are skipped. Default: 3, or one per GPU.",
         ),
     ] = None,
     imports: Annotated[
         list[str] | None, typer.Option("--import", help="Module to import first; may be repeated.")
     ] = None,
     badge: Annotated[Path | None, typer.Option("--badge", help="Write an SVG badge to this file.")] = None,
-    show_checks: Annotated[bool, typer.Option("--list", help="Only list the checks.")] = False,
+    show_checks: Annotated[bool, typer.Option("--list", help="List the checks and exit.")] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print the tracebacks and the output of ranks that failed.")
+        bool, typer.Option("--verbose", help="Print the tracebacks and the output of failed ranks.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Compare losses and weights with those of one plain process; a failure shows both."""
+"""Compare losses and weights with one plain process; failures show both."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from nnx_conformance.check import Bench, CheckFailed, expect
 from nnx_conformance.task import Outcome, Plain, Task
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
-"""Largest absolute difference of losses and weights that rounding explains, after a few steps."""
+"""Largest absolute difference of losses and weights after a few steps that rounding can cause."""
 
 
 def expect_parity(bench: Bench, task: Task, *, like: Task | None = None, what: str = "") -> None:
-    """Training a task at every world size gives the losses and final weights of one process.
+    """Expect the losses and final weights of one process after training at every world size.
 
     Args:
         bench: The check's tools.
         task: The training to run.
-        like: A task that gives the same numbers in one process; by default it is the same one.
-        what: Names what is tried, for the message.
+        like: A task that gives the same numbers in one process; `task` by default.
+        what: Describes the run, for the message.
     """
     alone = bench.train_alone(like or task)
     for world_size in bench.world_sizes:
@@ -31,13 +31,13 @@ def expect_parity(bench: Bench, task: Task, *, like: Task | None = None, what: s
 
 
 def expect_same_run(ranks: Sequence[Outcome], alone: Outcome, *, tolerance: float, what: str = "") -> None:
-    """Every rank's losses and final weights are those of one process.
+    """Expect the losses and final weights of one process on every rank.
 
     Args:
         ranks: The results of the strategy, in rank order.
         alone: The result of one process.
         tolerance: Largest absolute difference.
-        what: Names what was tried, for the message.
+        what: Describes the run, for the message.
     """
     for rank, outcome in enumerate(ranks):
         where = f"{what + ', ' if what else ''}rank {rank} of {len(ranks)}"
@@ -48,10 +48,10 @@ def expect_same_run(ranks: Sequence[Outcome], alone: Outcome, *, tolerance: floa
 def expect_equal_losses(
     losses: Sequence[float], expected: Sequence[float], *, tolerance: float, where: str
 ) -> None:
-    """Losses agree batch by batch; the first that does not is named."""
-    expect(len(losses) == len(expected), f"{where}: {len(losses)} batches instead of {len(expected)}.")
+    """Expect equal losses of every batch; the error names the first that differs."""
+    expect(len(losses) == len(expected), f"{where}: {len(losses)} batches, expected {len(expected)}.")
     for batch, (loss, wanted) in enumerate(zip(losses, expected, strict=True)):
-        # Written so that a loss that is not a number fails.
+        # This form of comparison also fails for NaN.
         if not abs(loss - wanted) <= tolerance:
             raise CheckFailed(
                 f"{where}: the loss of batch {batch} is {loss:.10g}, one process has {wanted:.10g}; "
@@ -67,14 +67,14 @@ def expect_equal_weights(
     where: str,
     source: str = "one process",
 ) -> None:
-    """Tensors by name agree in names, shapes, dtypes and values; the worst one is named.
+    """Expect equal names, shapes, dtypes and values of tensors; the error names the worst tensor.
 
     Args:
-        weights: The weights that were seen.
-        expected: The weights that were expected.
-        tolerance: Largest absolute difference; 0 for the very same bits, save the sign of zero.
-        where: Names what was looked at, for the message.
-        source: Whose the expected ones are, for the message.
+        weights: The weights to test.
+        expected: The expected weights.
+        tolerance: Largest absolute difference; 0 for bitwise equality, apart from the sign of zero.
+        where: Names the run and rank, for the message.
+        source: The source of the expected weights, for the message.
     """
     missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     expect(
@@ -93,7 +93,7 @@ def expect_equal_weights(
 
 
 def abbreviated(names: Sequence[str]) -> str:
-    """The first few names, and how many there are.
+    """Return the first few names, and their number.
 
     Example:
         >>> abbreviated(["a", "b", "c", "d"])
@@ -119,12 +119,12 @@ def _difference(seen: Tensor, expected: Tensor) -> float:
 
 
 def trains(bench: Bench, model: type[Plain], *, like: type[Plain] | None = None, **changes: Any) -> None:
-    """Every rank trains the model as one process does, or as one process trains another model.
+    """Expect that every rank trains the model as one process trains it, or another model.
 
     Args:
         bench: The bench of the check.
         model: The model to train.
-        like: The model that gives the same numbers in one process; by default it is the same one.
-        **changes: To the task.
+        like: A model that gives the same numbers in one process; `model` by default.
+        **changes: Fields of the task.
     """
     expect_parity(bench, Task(model=model, **changes), like=Task(model=like or model, **changes))

@@ -1,14 +1,15 @@
 """A pool of worker processes that stay alive between tests.
 
-Importing torch and Lightning costs seconds of CPU per process, so tests that need several ranks share a few
-workers. Each job runs an importable function in as many workers as it has ranks, under the environment that
-torchrun would give it, and leaves the workers clean for the next one. This module owns starting, feeding,
-watching and killing the workers, and is what runs in them. It knows nothing of Lightning.
+Importing torch and Lightning costs seconds of CPU per process, so tests with several ranks share a few
+workers. Each job runs an importable function in one worker per rank, in an environment like that of torchrun,
+and leaves the workers clean for the next job. This module starts, feeds, watches and kills the workers, and
+has the code that they run. It does not depend on Lightning.
 """
 
-# Not multiprocessing's forkserver: a process has one for all contexts, so all ranks would hash alike. It is
-# the parent of workers and lives as long as one of them: when tests are killed, a hung worker and the server
-# stay. Here the template ends with the tests, and the workers with the template. (All of it was measured.)
+# Why not multiprocessing's forkserver? A process has one server for all contexts, so all ranks would have the
+# same hash seed. The server also lives as long as any of its workers: when tests are killed, a hung worker
+# and the server stay. Here the template ends with the tests, and the workers end with the template.
+# (Measured.)
 
 from __future__ import annotations
 
@@ -51,27 +52,26 @@ __all__ = [
 
 
 START_TIMEOUT = 120.0
-"""Seconds that a worker may take to start and import torch, on a machine busy with other things."""
+"""Seconds for a worker to start and import torch, on a busy machine."""
 COLLECT_AFTER = (20_000, 20, 20)
-"""Objects, and rounds, until the garbage collector looks. With Python's own numbers it takes a quarter of the
-time in which torch and Lightning are imported."""
+"""Thresholds of the garbage collector, whose defaults take a quarter of the time of importing Lightning."""
 
 
-# What runs in a worker: one job after the other. It leaves nothing of a job behind.
+# A worker runs one job after the other, and cleans up after each.
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What travels to a worker.
+    """The message to a worker.
 
     Attributes:
-        module: The module of the function, which is tried first.
+        module: The module of the function; the worker tries to import it first.
         name: The name of the function within it.
-        file: Its source, for modules that cannot be imported by name.
-        args: Its pickled arguments.
+        file: The source file, for modules that have no importable name.
+        args: The pickled arguments.
         env: Environment variables for the job.
-        path: Places to import from.
-        init: The default process group to make beforehand.
+        path: Entries for `sys.path`.
+        init: The backend of the default process group to create first.
         timeout: Seconds after which the job counts as hung.
     """
 
@@ -86,14 +86,14 @@ class Job:
 
 
 def serve_jobs(fd: int) -> None:
-    """Run jobs until the parent goes away.
+    """Run jobs until the parent ends.
 
     Args:
-        fd: File descriptor of the connection to it.
+        fd: File descriptor of the connection to the parent.
     """
     threading.Thread(target=_die_with_parent, args=(os.getppid(),), daemon=True).start()
     gc.set_threshold(*COLLECT_AFTER)
-    import torch.distributed  # the point of staying alive
+    import torch.distributed  # slow, so a worker imports it only once
 
     torch.set_num_threads(1)
     connection = Connection(fd)
@@ -115,7 +115,7 @@ def _die_with_parent(parent: int) -> None:
 def _answer(message: bytes) -> bytes:
     environment, directory = dict(os.environ), Path.cwd()
     job: Job = pickle.loads(message)
-    # A Trainer's end puts handlers of signals back that it does not know of, so the signal alone may be lost.
+    # The end of a Trainer restores signal handlers, which may drop this one. The timer is the fallback.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     faulthandler.dump_traceback_later(0.9 * job.timeout)
     try:
@@ -141,7 +141,7 @@ def _execute(job: Job) -> Any:
     random.seed(0)
     torch.manual_seed(0)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = (
-        False  # references are of the CPU
+        False  # references come from the CPU
     )
     function = _find(job)
     args = pickle.loads(job.args)
@@ -151,7 +151,7 @@ def _execute(job: Job) -> Any:
 
 
 def _find(job: Job) -> Callable[..., Any]:
-    """Import the job's function by module name, or else from its file (test files have no name)."""
+    """Import the job's function by module name, or from its file (test files have no importable name)."""
     try:
         found: Any = importlib.import_module(job.module)
     except ModuleNotFoundError:
@@ -161,8 +161,8 @@ def _find(job: Job) -> Callable[..., Any]:
         found = importlib.util.module_from_spec(spec)
         sys.modules[job.module] = found
         spec.loader.exec_module(found)
-    for part in job.name.split("."):
-        found = getattr(found, part)
+    for name in job.name.split("."):
+        found = getattr(found, name)
     return found  # type: ignore[no-any-return]
 
 
@@ -184,11 +184,11 @@ def _clean_up(environment: dict[str, str], directory: Path) -> None:
 
 
 def _groups() -> list[Any]:
-    """All process groups, to be held until what uses them has been collected.
+    """Return all process groups, to keep them alive until their users are collected.
 
-    DDP's reducer frees a group that nobody else holds without giving up the GIL. It waits for the threads of
-    gloo, and one of them may be about to free the tensor of the last collective, which takes the GIL. Where
-    Python frees a group it gives up the GIL first.
+    DDP's reducer frees its group without releasing the GIL, and waits for the threads of gloo. One of them
+    may be freeing the tensor of the last collective, for which it needs the GIL: a deadlock. Python itself
+    releases the GIL before it frees a group, so Python must hold the last reference.
     """
     from nnx_base._torch_compat import process_groups
 
@@ -199,10 +199,10 @@ _modules_frozen = 0
 
 
 def _freeze_modules() -> None:
-    """Spare the collector what new modules have brought, as to search it takes longer than most jobs.
+    """Exclude the objects of new modules from garbage collection, whose search takes longer than most jobs.
 
-    Without new modules nothing is frozen. What a thread or a traceback holds right now would never be freed
-    again, with the process groups that it leads to, whose threads slow down everything that follows.
+    Freeze only after imports of new modules: objects that a thread or traceback holds at that moment are
+    never freed again. They may include process groups, whose threads slow down all later jobs.
     """
     global _modules_frozen  # noqa: PLW0603 - of this process
     if len(sys.modules) != _modules_frozen:
@@ -210,26 +210,24 @@ def _freeze_modules() -> None:
         gc.freeze()
 
 
-# A process that has imported what workers need, and forks them.
-#
-# To import torch and Lightning takes seconds of CPU; to fork a process that has done it takes milliseconds.
-# The parent starts such a template, asks it for workers, and asks it what became of them, as only their
-# parent can tell. A template never runs a job.
+# Importing torch and Lightning takes seconds of CPU; forking a process with these imports takes milliseconds.
+# So the pool starts template processes and asks them to fork workers. It also asks them for exit codes of
+# workers, which only the parent process can read. A template never runs a job.
 
 
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 LOST = -signal.SIGKILL
-"""The exit code of a worker whose template died: nobody can tell, and it kills itself."""
+"""The exit code of a worker whose template died: the real code is unknown, and the worker kills itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a worker takes from the process that asks for it, and not from the template.
+    """The state that a worker copies from the requesting process instead of the template.
 
     Attributes:
-        env: Its environment variables.
-        path: Places to import from.
-        directory: Its working directory.
+        env: The environment variables.
+        path: Entries for `sys.path`.
+        directory: The working directory.
     """
 
     env: dict[str, str]
@@ -238,11 +236,11 @@ class Surroundings:
 
 
 class Template:
-    """One process from which workers are forked.
+    """A process that imports modules and forks workers.
 
     Args:
-        modules: The modules that it imports; one that is missing, or fails, is left to the jobs that need it.
-        env: Environment variables to import them under.
+        modules: The modules to import; a job that needs a missing or failing module gets the error.
+        env: Environment variables for the imports.
     """
 
     def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
@@ -266,12 +264,12 @@ class Template:
 
     @property
     def is_alive(self) -> bool:
-        """True if its process runs."""
+        """True if the process runs."""
         return self._process.poll() is None
 
     @property
     def may_be_forked(self) -> bool:
-        """True if it has come up with nothing that a fork would lose. Waits for its imports."""
+        """True if the process has no threads, which a fork would lose. Waits for the imports."""
         if self._is_sound is None:
             self._is_sound = False
             with contextlib.suppress(EOFError, OSError):
@@ -280,12 +278,12 @@ class Template:
         return self._is_sound and self.is_alive
 
     def fork(self, connection: int, log: int, env: Mapping[str, str]) -> ForkedProcess:
-        """Make a worker, in a session of its own.
+        """Fork a worker, in a new session.
 
         Args:
-            connection: File descriptor on which it gets jobs.
-            log: File descriptor that takes what it prints.
-            env: Its environment variables.
+            connection: File descriptor from which the worker receives jobs.
+            log: File descriptor for the worker's output.
+            env: Environment variables of the worker.
 
         Raises:
             OSError, EOFError: The template has died.
@@ -296,7 +294,7 @@ class Template:
         return ForkedProcess(self, self._connection.recv())
 
     def exit_code(self, pid: int, *, wait: bool) -> int | None:
-        """How a worker ended; None if it has not, and nobody waits for it."""
+        """Return a worker's exit code; None if it runs and `wait` is False."""
         try:
             self._connection.send((pid, wait))
             code: int | None = self._connection.recv()
@@ -305,7 +303,7 @@ class Template:
         return code
 
     def kill(self) -> None:
-        """End it; its workers follow within a second."""
+        """Kill the template; its workers end within a second."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -313,10 +311,10 @@ class Template:
 
 
 class ForkedProcess:
-    """A worker of a template, as `subprocess.Popen` would show it.
+    """A forked worker, with methods of `subprocess.Popen`.
 
     Attributes:
-        pid: The number of the process, and of its group.
+        pid: The id of the process and of its group.
     """
 
     def __init__(self, template: Template, pid: int) -> None:
@@ -325,23 +323,23 @@ class ForkedProcess:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while the worker runs."""
         if self._code is None:
             self._code = self._template.exit_code(self.pid, wait=False)
         return self._code
 
     def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait for the end of the worker, and return its exit code."""
         if self._code is None:
             self._code = self._template.exit_code(self.pid, wait=True)
         return LOST if self._code is None else self._code
 
 
 def serve_forks(fd: int, modules: Sequence[str]) -> None:
-    """Import, then fork workers and tell how they ended, until the parent goes away.
+    """Import modules, then fork workers and report exit codes, until the parent ends.
 
     Args:
-        fd: File descriptor of the connection to it.
+        fd: File descriptor of the connection to the parent.
         modules: The modules to import.
     """
     gc.set_threshold(*COLLECT_AFTER)
@@ -349,7 +347,7 @@ def serve_forks(fd: int, modules: Sequence[str]) -> None:
         with contextlib.suppress(Exception):  # the job that needs it shows the error
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # so that the collector of a worker does not copy what all of them share
+    gc.freeze()  # keeps the memory pages that workers share: garbage collection would write to them
     connection = Connection(fd)
     connection.send(_is_one_thread())
     while True:
@@ -364,15 +362,15 @@ def serve_forks(fd: int, modules: Sequence[str]) -> None:
 
 
 def is_sound_here() -> bool:
-    """Return True if processes may be forked after imports: on Linux, without a driver of GPUs.
+    """Return True if processes may fork after imports: on Linux, without a GPU driver.
 
-    What an import makes of a GPU does not live on in a forked process, and threads are only counted on Linux.
+    GPU state that an import creates does not survive a fork, and threads can only be counted on Linux.
     """
     return sys.platform == "linux" and not any(Path(device).exists() for device in GPU_DEVICES)
 
 
 def _is_one_thread() -> bool:
-    """Return True if this process has no thread that would be missing in a forked one."""
+    """Return True if this process has one thread, so that a fork loses none."""
     return len(list(Path("/proc/self/task").iterdir())) == 1
 
 
@@ -386,7 +384,7 @@ def _fork(connection: Connection, surroundings: Surroundings) -> int:
         _become_a_worker(jobs, log, alive, surroundings)
     for descriptor in (alive, jobs, log):
         os.close(descriptor)
-    os.read(gone, 1)  # from here on it has a group that can be killed
+    os.read(gone, 1)  # from here on the worker has its own process group to kill
     os.close(gone)
     return pid
 
@@ -405,14 +403,14 @@ def _become_a_worker(jobs: int, log: int, alive: int, surroundings: Surroundings
         os.environ.update(surroundings.env)
         sys.path[:] = surroundings.path
         os.chdir(surroundings.directory)
-        tempfile.tempdir = None  # the template may have asked under another TMPDIR
+        tempfile.tempdir = None  # the template may have cached another TMPDIR
         if numpy_random := sys.modules.get("numpy.random"):
-            numpy_random.seed()  # Python sees to its own generator, and every job to torch's
+            numpy_random.seed()  # Python reseeds its own generator, and each job seeds torch's
         serve_jobs(jobs)
         code = 0
     finally:
         sys.stdout.flush()
-        os._exit(code)  # the template's own end is none of a worker's business
+        os._exit(code)  # skips the template's exit handlers
 
 
 def _exit_code(pid: int, wait: bool) -> int | None:
@@ -421,43 +419,43 @@ def _exit_code(pid: int, wait: bool) -> int | None:
 
 
 PRELOAD = ("torch.distributed", "lightning.pytorch")
-"""What jobs on strategies have in common."""
+"""Modules that all jobs on strategies import."""
 TEMPLATES = 2
 GRACE = 10.0
-"""Seconds that the other ranks get to notice that one of them failed."""
+"""Seconds for the other ranks to notice the failure of one rank."""
 
 
 class JobError(RuntimeError):
     """A job failed on at least one rank.
 
     Attributes:
-        failures: The failure of each failing rank: a traceback, how it died, or that it hung.
-        output: The text that each rank printed during the job.
+        failures: By rank: a traceback, a death or a hang.
+        output: The output of each rank during the job.
     """
 
     def __init__(self, job: str, failures: Mapping[int, str], output: Sequence[str]) -> None:
         self.failures = dict(failures)
         self.output = list(output)
-        parts = [f"job {job} failed on {len(failures)} of {len(output)} ranks"]
+        lines = [f"job {job} failed on {len(failures)} of {len(output)} ranks"]
         for rank, text in enumerate(output):
             if rank in self.failures:
-                parts.append(f"---- rank {rank} ----\n{self.failures[rank].rstrip()}")
+                lines.append(f"---- rank {rank} ----\n{self.failures[rank].rstrip()}")
             if text.strip():
-                parts.append(f"---- output of rank {rank} ----\n{text.rstrip()}")
-        super().__init__("\n".join(parts))
+                lines.append(f"---- output of rank {rank} ----\n{text.rstrip()}")
+        super().__init__("\n".join(lines))
 
 
 class WorkerPool:
     """Long-lived workers that run functions as the ranks of a distributed job.
 
-    Worker *i* is always rank *i*. Workers start when a job first needs them. One that died or hung in a
-    job is replaced; those that answered, if only with an exception, stay in use.
+    Worker *i* is always rank *i*. Workers start when a job first needs them. The pool replaces a worker that
+    died or hung in a job, and keeps a worker that answered, even with an exception.
 
     Args:
-        size: Most ranks that a job may have.
-        preload: Modules that nearly every job needs. They are imported in two processes, of which the
-            workers are forked: two, so that ranks differ in the order of their sets, as they do in a cluster.
-            Workers import for themselves where a fork is not sound: beside a GPU, or with threads.
+        size: Largest number of ranks of a job.
+        preload: Modules that nearly every job needs. Two template processes import them and fork the workers:
+            two, so that ranks have different set orders, as in a cluster. Workers import the modules
+            themselves if a fork is unsafe: with a GPU, or with threads.
 
     Example:
         >>> import math
@@ -470,7 +468,7 @@ class WorkerPool:
         self.size = size
         self.preload = tuple(preload)
         self.output: list[str] = []
-        """What each rank of the latest job printed."""
+        """The output of each rank in the latest job."""
         self._workers: dict[int, _Worker] = {}
         self._templates: dict[int, Template] = {}
 
@@ -485,35 +483,36 @@ class WorkerPool:
         init: Literal["gloo", "cuda:gloo"] | None = None,
         end_after: float = math.inf,
     ) -> list[Any]:
-        """Call a function once per rank and collect what the ranks return.
+        """Call a function once per rank and collect the results.
 
-        The function sees the variables that torchrun sets, so that a Lightning Trainer inside it joins a
-        group instead of launching processes. Random seeds are fixed beforehand.
-        Afterwards the process group, environment and working directory are put back.
+        The function sees the environment variables of torchrun, so that a Lightning Trainer inside it joins a
+        group instead of launching processes. The pool fixes random seeds before the call. Afterwards it
+        removes the process group, and restores the environment and the working directory.
 
         Args:
             fn: A module-level function of an importable module, or of a test file.
-            *args: Its arguments, the same on every rank; they and the results travel by pickle.
+            *args: Its arguments, the same on every rank; arguments and results are pickled.
             world_size: Number of ranks.
-            nodes: The number of nodes that the ranks are told to be on, each on an equal share of them.
+            nodes: Number of simulated nodes, with equally many ranks each.
             timeout: Seconds after which the job counts as hung.
             env: Further environment variables for the job.
             init: ``"gloo"`` creates the default process group before the call; ``"cuda:gloo"`` one that
                 refuses tensors in host memory, as NCCL does.
-            end_after: Seconds after an answer until the workers that have answered are ended if others have
-                not, as the processes of a script end; what the others wait for then fails.
+            end_after: Seconds from an answer until the pool kills the workers that answered, while others
+                have not. This simulates the end of a script's process, which lets the collectives of the
+                others fail.
 
         Returns:
             The results in rank order.
 
         Raises:
             JobError: A rank raised, died or hung; the message has every rank's traceback and output.
-            ValueError: More ranks were asked for than the pool has, or the nodes do not divide them.
+            ValueError: The pool has fewer workers than ranks, or the nodes do not divide the ranks.
         """
         if not 1 <= world_size <= self.size:
             raise ValueError(f"world_size={world_size} but the pool has {self.size} workers")
         if world_size % nodes:
-            raise ValueError(f"world_size={world_size} ranks cannot be shared by nodes={nodes} alike")
+            raise ValueError(f"nodes={nodes} does not divide world_size={world_size}")
         self._start(world_size)
         workers = [self._workers[rank] for rank in range(world_size)]
         port = free_port()
@@ -528,7 +527,7 @@ class WorkerPool:
         return replies
 
     def close(self) -> None:
-        """Kill all workers and what they started; the next `run` starts new ones."""
+        """Kill all workers and their children; the next `run` starts new ones."""
         workers, self._workers = self._workers, {}
         for worker in workers.values():
             worker.kill()
@@ -545,7 +544,7 @@ class WorkerPool:
         self.close()
 
     def _start(self, count: int) -> None:
-        """Start the workers that a job needs and that are not there."""
+        """Start the missing workers of a job."""
         self._drop_the_lost()
         missing = [rank for rank in range(count) if rank not in self._workers]
         self._start_templates({rank % TEMPLATES for rank in missing})
@@ -555,11 +554,11 @@ class WorkerPool:
             for rank in missing:
                 self._workers[rank].wait_until_ready()
         except BaseException:
-            self.close()  # the others have not been waited for
+            self.close()  # other workers may still be starting
             raise
 
     def _start_templates(self, turns: set[int]) -> None:
-        """Start the templates that are needed and not there, all before the first is waited for."""
+        """Start the missing templates, all of them before waiting for the first one."""
         for turn in turns if self.preload and is_sound_here() else ():
             if turn in self._templates and not self._templates[turn].is_alive:
                 self._templates.pop(turn).kill()
@@ -567,12 +566,12 @@ class WorkerPool:
                 self._templates[turn] = Template(self.preload, _inherited())
 
     def _template_of(self, rank: int) -> Template | None:
-        """Where a rank is forked from; None if it has to start from nothing."""
+        """Return the template to fork a rank from; None if the rank needs a new process."""
         template = self._templates.get(rank % TEMPLATES)
         return template if template and template.may_be_forked else None
 
     def _drop_the_lost(self) -> None:
-        """Kill what is left of workers that died or hung."""
+        """Kill and forget workers that died or hung."""
         for rank, worker in list(self._workers.items()):
             if not worker.healthy or worker.process.poll() is not None:
                 self._workers.pop(rank).kill()
@@ -580,10 +579,10 @@ class WorkerPool:
 
 @cache
 def shared_pool(size: int = 4) -> WorkerPool:
-    """The workers that everything in this process shares; they are killed when it ends.
+    """Return the pool that this process shares; its workers end with the process.
 
     Args:
-        size: Most ranks that a job may have.
+        size: Largest number of ranks of a job.
     """
     pool = WorkerPool(size, preload=PRELOAD)
     atexit.register(pool.close)
@@ -591,7 +590,7 @@ def shared_pool(size: int = 4) -> WorkerPool:
 
 
 class _Worker:
-    """The parent's side of one worker process, forked of a template where there is one."""
+    """The parent's side of one worker process, forked from a template if there is one."""
 
     def __init__(self, template: Template | None) -> None:
         self.connection, theirs = Pipe()
@@ -602,7 +601,7 @@ class _Worker:
         if template:
             self.process = template.fork(theirs.fileno(), self._log.fileno(), _inherited())
         else:
-            self.process = _start_from_nothing(theirs.fileno(), self._log)
+            self.process = _start_new_process(theirs.fileno(), self._log)
         theirs.close()
 
     def wait_until_ready(self) -> None:
@@ -622,12 +621,12 @@ class _Worker:
         return os.pread(self._log.fileno(), size, self._log_start).decode(errors="replace")
 
     def dump_stacks(self) -> None:
-        """Make a hung worker print where it hangs."""
+        """Make a hung worker print its stacks."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
 
     def end(self) -> None:
-        """Kill the process and what it started; its output can still be read."""
+        """Kill the process and its children; the output stays readable."""
         self.healthy = False
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -639,7 +638,7 @@ class _Worker:
         self._log.close()
 
 
-def _start_from_nothing(connection: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start_new_process(connection: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
     serving = f"from nnx_conformance.pool import serve_jobs; serve_jobs({connection})"
     code = f"import sys; sys.path[:] = {sys.path!r}; {serving}"
     return subprocess.Popen(
@@ -660,7 +659,7 @@ def _inherited() -> dict[str, str]:
 def _collect(
     workers: Sequence[_Worker], timeout: float, end_after: float
 ) -> tuple[list[Any], dict[int, str]]:
-    """Wait for every rank's answer, for a shorter while once one has failed; end those that are done."""
+    """Wait for every rank's answer, less long after a failure; end finished workers after `end_after`."""
     ranks = {worker.connection: rank for rank, worker in enumerate(workers)}
     waiting: set[Connection] = {worker.connection for worker in workers}
     replies: list[Any] = [None] * len(workers)
@@ -696,22 +695,22 @@ def _collect(
 
 
 def _wait_for_stacks(workers: Sequence[_Worker]) -> None:
-    """Until hung workers have printed where they hang, or are too busy or too stuck to do so."""
+    """Wait until hung workers have printed their stacks, or a few seconds."""
     end = time.monotonic() + 5.0
     while time.monotonic() < end and not all("(most recent call first)" in w.output() for w in workers):
         time.sleep(0.1)
-    time.sleep(0.1)  # for the rest of the last one's
+    time.sleep(0.1)  # the last worker may still be printing
 
 
 def _receive(worker: _Worker) -> tuple[str, Any]:
-    """A rank's failure (or an empty string) and its result."""
+    """Return a rank's failure (or an empty string) and its result."""
     try:
         ok, value = pickle.loads(worker.connection.recv_bytes())
     except (EOFError, OSError):
         worker.healthy = False
         return f"the process died with exit code {worker.process.wait()}", None
     except Exception as error:
-        return f"its result cannot be unpickled: {error!r}", None
+        return f"the result cannot be unpickled: {error!r}", None
     return ("", value) if ok else (value, None)
 
 
@@ -725,7 +724,7 @@ def _job(
     file = ""
     with contextlib.suppress(TypeError):  # a builtin has no file
         file = inspect.getsourcefile(fn) or ""
-    # A script's functions have to be found by its file: the worker's main module is another one.
+    # Import a script's functions by file, because the worker has a different main module.
     module = f"nnx_script_{Path(file).stem}" if fn.__module__ == "__main__" else fn.__module__
     return Job(module, fn.__qualname__, file, pickle.dumps(args), env, list(sys.path), init, timeout)
 
@@ -742,15 +741,15 @@ def _environment(rank: int, world_size: int, nodes: int, port: int) -> dict[str,
         "GROUP_WORLD_SIZE": str(nodes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # A rank that ends a short job at once would cut off others that still connect.
+        # A rank that ends a short job early would cut off ranks that are still connecting.
         "TORCH_DIST_INIT_BARRIER": "1",
     }
 
 
 def free_port() -> int:
-    """A port on which nobody listens, below those that the system gives to outgoing connections.
+    """Return a free port, below the range of outgoing connections.
 
-    One of the latter could be taken again before rank 0 listens on it.
+    The system could give a port of that range away before rank 0 listens on it.
     """
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)

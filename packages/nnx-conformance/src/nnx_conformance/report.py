@@ -1,4 +1,4 @@
-"""What a conformance run found, and the forms in which it is shown: plain data, a line, a badge.
+"""The results of a conformance run, as plain data, as text and as a badge.
 
 This module imports neither torch nor Lightning, so that `nnx schema conformance` answers at once.
 """
@@ -14,24 +14,24 @@ from xml.sax.saxutils import escape
 from typing_extensions import TypedDict
 
 SCHEMA = 1
-"""Of the plain data; it grows when a field changes its meaning or goes, not when one is added."""
+"""Version of the plain data; removing or redefining a field raises it, adding one does not."""
 
 Verdict = Literal["passed", "undeclared", "skipped", "failed"]
-"""``undeclared``: it works although the strategy declares that it does not."""
+"""``undeclared``: the check passed, although the strategy declares that it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of one check.
+    """The result of one check.
 
     Attributes:
-        check: Its name.
-        group: Its group.
-        promise: The promise that was tried.
-        verdict: Says how it ended.
-        detail: Why it failed or was skipped, or which capability could be declared.
-        seconds: The time that it took.
-        log: Tracebacks and output of the ranks, where a check failed because a rank did.
+        check: The name of the check.
+        group: The group of the check.
+        promise: The tested promise.
+        verdict: The verdict.
+        detail: The reason of a failure or skip, or the capability that the strategy could declare.
+        seconds: The duration.
+        log: Tracebacks and output of failed ranks.
     """
 
     check: str
@@ -45,17 +45,17 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of all checks that were tried.
+    """The results of all selected checks.
 
     Attributes:
-        strategy: The strategy that was checked.
+        strategy: The name of the strategy.
         kind: ``backend``, ``strategy`` or ``lightning``.
-        owner: The distribution it comes from.
-        target: Its class.
+        owner: The distribution that provides it.
+        target: The class of the strategy.
         profile: ``fast`` or ``full``.
-        versions: The versions of the packages that matter.
-        results: The results in the order in which they were tried.
-        seconds: The time that all of it took, with starting the workers.
+        versions: The versions of Python, nnx-core, torch and Lightning.
+        results: The results in running order.
+        seconds: The duration, with the start of the workers.
     """
 
     strategy: str
@@ -78,24 +78,24 @@ class Report:
         return [result for result in self.results if result.verdict == "failed"]
 
     def summary(self) -> str:
-        """Counts of the verdicts, in one line."""
+        """Return the counts of the verdicts in one line."""
         counts = Counter(result.verdict for result in self.results)
         order: tuple[Verdict, ...] = ("passed", "failed", "skipped", "undeclared")
         return ", ".join(f"{counts[verdict]} {verdict}" for verdict in order if counts[verdict])
 
     def as_dict(self) -> dict[str, Any]:
-        """This report as plain data for JSON."""
+        """Return the report as plain data for JSON."""
         return {"schema": SCHEMA, "ok": self.ok, "summary": self.summary(), **asdict(self)}
 
     def badge(self) -> str:
-        """An SVG image for a README: green where all is well, red where a check failed."""
+        """Return an SVG image for a README: green, or red if a check failed."""
         count = len(self.failures) or sum(r.verdict in ("passed", "undeclared") for r in self.results)
         text = f"{count} check{'s' * (count != 1)} {'passed' if self.ok else 'failed'}"
         return _svg("nnx conformance", text, "#2e7d32" if self.ok else "#c62828")
 
 
 class PrintedReport(TypedDict):
-    """What became of the checks."""
+    """The results of the checks."""
 
     schema: Literal[1]
     ok: bool
@@ -111,10 +111,10 @@ class PrintedReport(TypedDict):
 
 
 class ListedCheck(TypedDict):
-    """A check, as ``--list`` shows it.
+    """A check in ``--list``.
 
     Attributes:
-        requires: The capabilities without which it is skipped.
+        requires: The capabilities that the check needs.
     """
 
     check: str

@@ -1,6 +1,6 @@
-"""Runs checks on a strategy: which apply, what became of each, and the report of all.
+"""Select checks, run them on a strategy, and report the verdicts.
 
-`nnx conformance` and `StrategyConformance` both stand on `Session`.
+`nnx conformance` and `StrategyConformance` both use `Session`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 WORKERS = 3
-"""Ranks that the largest job needs."""
+"""Number of ranks of the largest job."""
 _DISTRIBUTIONS = ("nnx-core", "torch", "lightning")
 
 
@@ -50,9 +50,9 @@ class Session:
     Args:
         subject: The strategy.
         pool: At least as many workers as `ranks`.
-        reference: Results of one plain process, shared by the sessions on the same workers.
-        full: True if everything is tried.
-        ranks: The most ranks that checks run on; those that take more are skipped.
+        reference: Results of one plain process, shared by sessions on the same workers.
+        full: True to run checks at every world size.
+        ranks: Largest number of ranks; checks that need more are skipped.
 
     Raises:
         NnxError: The strategy cannot be found or imported.
@@ -78,8 +78,8 @@ class Session:
         """Run one check.
 
         Args:
-            check: The check concerned.
-            directory: An empty directory for it.
+            check: The check to run.
+            directory: An empty directory for the check.
         """
         started = time.monotonic()
         verdict, detail, log = self._verdict(check, directory)
@@ -94,24 +94,24 @@ class Session:
         )
 
     def _verdict(self, check: Check, directory: Path) -> tuple[Verdict, str, str]:
-        """How it ended, why in a line, and everything that is known of a failure."""
+        """Run a check and return its verdict, a one-line reason, and the log of a failure."""
         identity = self.identity
         if identity.kind not in check.kinds:
-            return "skipped", f"not asked of a {_KINDS[identity.kind]}", ""
+            return "skipped", f"does not apply to a {_KINDS[identity.kind]}", ""
         missing = [m for r in check.requires if (m := missing_capability(identity.capabilities, r))]
-        declared = f"it declares {', '.join(missing)}"
+        declared = f"the strategy declares {', '.join(missing)}"
         try:
             self._run(check, directory)
         except NotApplicable as reason:
             return "skipped", str(reason), ""
         except Refused as refusal:
             is_declared = check.name in identity.capabilities.refuses
-            how = "as it declares" if is_declared else "but not named in its capabilities"
+            how = "as declared" if is_declared else "but not declared in `refuses`"
             return "skipped" if is_declared else "failed", f"refused, {how}: {refusal}", ""
         except CheckFailed as failure:
             return ("skipped", declared, "") if missing else ("failed", str(failure), _log(failure))
         if check.name in identity.capabilities.refuses:
-            missing, declared = [check.name], f"it declares refuses={check.name!r}"
+            missing, declared = [check.name], f"the strategy declares refuses={check.name!r}"
         return ("undeclared", f"works, although {declared}", "") if missing else ("passed", "", "")
 
     def _run(self, check: Check, directory: Path) -> None:
@@ -131,13 +131,13 @@ class Session:
             raise
         except JobError as error:
             reason = exception_in(next(iter(error.failures.values())))
-            raise CheckFailed(f"the reference fails, one plain process: {reason}") from error
+            raise CheckFailed(f"the reference (one plain process) fails: {reason}") from error
         except Exception as error:
             raise CheckFailed(f"{type(error).__name__}: {error}") from error
 
     def _identify(self) -> Identity:
         if not (self.subject.is_lightning or self.subject.imports or ":" in self.subject.strategy):
-            StrategyRegistry.get(self.subject.strategy)  # explains a wrong name without starting anything
+            StrategyRegistry.get(self.subject.strategy)  # explains a wrong name before workers start
         try:
             found: Identity = self._pool.run(_identify, self.subject, world_size=self.ranks)[0]
         except JobError as error:
@@ -152,7 +152,7 @@ class Session:
 _KINDS = {
     "backend": "Backend",
     "strategy": "raw Lightning strategy",
-    "lightning": "strategy of Lightning's own",
+    "lightning": "strategy of Lightning itself",
 }
 
 
@@ -165,18 +165,18 @@ def run_conformance(
     report_start: Callable[[Check], None] = lambda check: None,
     report_result: Callable[[Result], None] = lambda result: None,
 ) -> Report:
-    """Check a strategy in worker processes started for it.
+    """Check a strategy in new worker processes.
 
     Args:
         subject: The strategy.
-        full: Try everything, at every world size.
+        full: Run all checks, at every world size.
         only: Names of checks or groups; all by default.
-        ranks: The most ranks to use, 1 to 3; checks that take more are skipped.
+        ranks: Largest number of ranks, 1 to 3; checks that need more are skipped.
         report_start: Called before each check.
         report_result: Called after each check.
 
     Raises:
-        NnxError: The strategy cannot be found or imported, or there is no such check.
+        NnxError: The strategy cannot be found or imported, or a check does not exist.
 
     Example:
         >>> report = run_conformance(Subject("ddp"), only=["losses_float64"])  # doctest: +SKIP
@@ -210,14 +210,14 @@ def run_conformance(
 
 
 def select_checks(only: Iterable[str] = (), *, full: bool = False) -> list[Check]:
-    """The checks of a profile, or those that are named.
+    """Return the checks of a profile, or the named checks.
 
     Args:
-        only: Names of checks, which may be of either profile, or of groups.
-        full: Also what the fast profile leaves out.
+        only: Names of groups, or of checks of either profile.
+        full: Include the checks that the fast profile skips.
 
     Raises:
-        OptionError: There is no check or group of that name.
+        OptionError: No check or group has this name.
 
     Example:
         >>> [check.name for check in select_checks(["losses_float64"])]
@@ -239,14 +239,14 @@ def select_checks(only: Iterable[str] = (), *, full: bool = False) -> list[Check
 
 
 def _identify(subject: Subject) -> Identity:
-    importlib.import_module("lightning.pytorch")  # so that the first check's seconds are its own
+    importlib.import_module("lightning.pytorch")  # before the first check, to measure its seconds alone
     identity = subject.identify()
-    subject.flag()  # refuses options once and clearly, not in every check
+    subject.flag()  # refuses wrong options once, before the checks
     return identity
 
 
 def _log(failure: CheckFailed) -> str:
-    """Tracebacks and output of the ranks, or the traceback of the check itself."""
+    """Return tracebacks and output of the ranks, or the traceback of the check itself."""
     cause = failure.__cause__
     if cause is None:
         return ""

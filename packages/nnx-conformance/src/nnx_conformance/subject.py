@@ -1,4 +1,4 @@
-"""The strategy under test, as plain data that travels to the workers, and how they build it."""
+"""The strategy under test, as plain data from which workers build it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from nnx_core.names.spec import LIGHTNING_NAMES, Capabilities
 
 Kind = Literal["backend", "strategy", "lightning"]
-"""What stands behind a name: an `nnx.Backend`, a plugin's own Lightning strategy, or one of Lightning's."""
+"""The kind of class behind a name: an `nnx.Backend`, a plugin's Lightning strategy, or one of Lightning."""
 
 _UNREGISTERED = "strategy_under_test"
 _LIGHTNING = Capabilities(
@@ -27,9 +27,9 @@ class Subject:
     Attributes:
         strategy: A registered name, one of Lightning's own, or ``"pkg.module:Class"`` of a `Backend` or
             a Lightning strategy that is not registered.
-        options: Keyword arguments for it.
+        options: Keyword arguments of the strategy.
         imports: Modules that every process imports first, such as one that registers the name.
-        accelerator: The accelerator that Trainer and Fabric get.
+        accelerator: The accelerator of Trainer and Fabric.
     """
 
     strategy: str
@@ -39,16 +39,16 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """The name under which the registries know it."""
+        """The name in the registries."""
         return _UNREGISTERED if ":" in self.strategy else self.strategy
 
     @property
     def is_lightning(self) -> bool:
-        """True if the name is one of Lightning's own."""
+        """True if Lightning itself provides the strategy."""
         return self.strategy in LIGHTNING_NAMES
 
     def prepare(self) -> None:
-        """Make the name known in this process."""
+        """Register the name in this process."""
         import nnx_core
 
         for module in self.imports:
@@ -57,10 +57,10 @@ class Subject:
             nnx_core.StrategyRegistry.register(_UNREGISTERED, self.strategy, override=True)
 
     def flag(self, namespace: str = "lightning.pytorch") -> Any:
-        """What to pass as ``strategy=``: the name, or an object where there are options.
+        """Return the argument for ``strategy=``: the name, or an object if there are options.
 
         Args:
-            namespace: Root of the Lightning tree whose Trainer or Fabric gets it.
+            namespace: Root of the Lightning package whose Trainer or Fabric gets the argument.
         """
         if not self.options:
             return self.name
@@ -69,10 +69,10 @@ class Subject:
         return nnx_core.strategy(self.name, namespace=namespace, **self.options)
 
     def identify(self) -> Identity:
-        """Look at what stands behind the name. Imports the engine.
+        """Return the class behind the name, with its declarations. Imports the engine.
 
         Raises:
-            NnxError: The name is not known, or its class cannot be imported.
+            NnxError: The name is unknown, or its class cannot be imported.
         """
         from nnx_core.backend import Backend
         from nnx_core.names.registry import StrategyRegistry
@@ -94,15 +94,14 @@ class Subject:
 
 @dataclass(frozen=True)
 class Identity:
-    """What stands behind a name.
+    """The class behind a name, and its declarations.
 
     Attributes:
-        kind: A `Backend`, a plugin's own Lightning strategy, or one of Lightning's.
-        capabilities: The capabilities that it declares.
-        owner: The distribution that it comes from.
-        target: Its class.
-        init_params: The options that the class always gets under this name, unless the subject's say
-            otherwise.
+        kind: A `Backend`, a plugin's Lightning strategy, or one of Lightning.
+        capabilities: The declared capabilities.
+        owner: The distribution that provides the strategy.
+        target: The class.
+        init_params: The options that the spec fixes for this name; the subject's options override them.
     """
 
     kind: Kind
@@ -113,4 +112,4 @@ class Identity:
 
 
 REFERENCE = Subject("auto")
-"""One plain process: what every strategy must be equal to."""
+"""One plain process, the reference for every strategy."""

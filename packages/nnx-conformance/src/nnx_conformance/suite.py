@@ -1,4 +1,4 @@
-"""The checks as a pytest class that plugins subclass."""
+"""The checks as a pytest class for plugins to subclass."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from nnx_conformance.subject import Subject
 
 
 class UndeclaredCapability(UserWarning):
-    """A strategy can do what it declares that it cannot."""
+    """A strategy has a capability that it declares false."""
 
 
 class StrategyConformance:
-    """Every promise of a strategy as a test of its own, in real processes.
+    """Tests every promise of a strategy, in real processes.
 
-    Subclass it in a test module of the plugin; the class attributes say what is checked::
+    Subclass it in a test module of the plugin, and set class attributes::
 
         from nnx_conformance import StrategyConformance
 
@@ -32,12 +32,12 @@ class StrategyConformance:
 
     Attributes:
         strategy: A registered name, or ``"pkg.module:Class"`` of a `Backend` or a Lightning strategy.
-        options: Keyword arguments for it.
+        options: Keyword arguments of the strategy.
         imports: Modules to import first in every process.
-        accelerator: The accelerator that Trainer and Fabric get; the largest jobs need three devices of it.
-        full: True if everything is tried, at every world size.
-        one_rank: True if checks run on one rank instead of two; those that take several are skipped.
-        only: Names of checks or groups, where not all of them are tried.
+        accelerator: The accelerator of Trainer and Fabric; the largest jobs need three devices.
+        full: True to run all checks, at every world size.
+        one_rank: True to run checks on one rank instead of two, and to skip checks of several ranks.
+        only: Names of checks or groups to run; all by default.
     """
 
     strategy: ClassVar[str]
@@ -49,13 +49,13 @@ class StrategyConformance:
     only: ClassVar[tuple[str, ...]] = ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Make a test of every check that is to be tried; pytest calls this."""
+        """Make a test of every selected check; pytest calls this."""
         if "check" in metafunc.fixturenames:
             checks = select_checks(self.only, full=self.full)
             metafunc.parametrize("check", checks, ids=[check.name for check in checks])
 
     def test_promise(self, check: Check, tmp_path: Path) -> None:
-        """Try one check."""
+        """Run one check."""
         subject = Subject(
             self.strategy,
             options=self.options,
@@ -77,7 +77,7 @@ class StrategyConformance:
 
 @cache
 def _session(subject: Subject, *, full: bool, ranks: int) -> Session:
-    """The strategy on the workers and the reference results that all suites share."""
+    """Return a session on the shared workers and reference results."""
     return Session(subject, pool=shared_pool(), reference=_reference(), full=full, ranks=ranks)
 
 

@@ -1,4 +1,4 @@
-"""What is trained: a run as plain data and what it reports, its samples, and the plain model."""
+"""Tasks, outcomes, samples and the plain model of training runs."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ GLOBAL_BATCH = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained, and how; two equal tasks give equal results.
+    """A training run as plain data; equal tasks give equal results.
 
     Attributes:
-        model: The module's class; it is built with the task. None is the plain one.
+        model: The module's class, which gets the task; None for the plain model.
         steps: Optimizer steps.
         batches: Global batches in an epoch.
         last_batch: Samples in the epoch's last global batch.
         accumulate: Batches for each optimizer step.
-        clip: The value that gradients are clipped to.
-        clip_algorithm: The way in which they are clipped.
-        optimizer: Which kind. Descent shows gradients as they are, where Adam hides a wrong scale.
+        clip: The limit of gradient clipping.
+        clip_algorithm: Clip by norm or by value.
+        optimizer: The kind of optimizer. SGD reveals a wrong scale of gradients, which Adam would hide.
         precision: The precision of the Trainer.
         dtype: The dtype of the weights and the data.
         seed: The seed of the weights.
@@ -67,24 +67,24 @@ class Task:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of the weights and the data."""
+        """The dtype of the weights and the data."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
     def module(self) -> Plain:
-        """A new module, with the same weights every time."""
+        """Return a new module, always with the same weights."""
         return (self.model or Plain)(self)
 
 
 @dataclass
 class Outcome:
-    """What a run reports, the same on every rank if all is well.
+    """The results of a run, equal on every rank if the strategy is correct.
 
     Attributes:
         losses: Mean loss over all ranks of every training batch.
         weights: The complete state dict after teardown.
         metrics: ``trainer.callback_metrics``.
-        notes: Whatever else a check wanted to know.
+        notes: Further observations for a check.
     """
 
     losses: list[float]
@@ -100,9 +100,9 @@ class ConsecutiveSampler(Sampler[list[int]]):
     """Gives each rank its consecutive slice of every global batch, in order.
 
     Args:
-        samples: Length of the dataset; where it is no multiple of the global batch, the last one is smaller.
+        samples: Length of the dataset; the last global batch may be smaller.
         num_replicas: Ranks that share the data.
-        rank: The number of this one among them.
+        rank: This rank's number among them.
     """
 
     def __init__(self, samples: int, *, num_replicas: int, rank: int) -> None:
@@ -119,12 +119,12 @@ class ConsecutiveSampler(Sampler[list[int]]):
 
 
 def process_rank_and_size() -> tuple[int, int]:
-    """The rank of this process and the number of processes, as torch.distributed has them."""
+    """Return this process's rank and the world size of torch.distributed."""
     return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
 
 
 def dataset(task: Task) -> TensorDataset:
-    """An epoch of a fixed regression: inputs and targets of shape ``[samples, FEATURES]``."""
+    """Return an epoch of a fixed regression, inputs and targets of shape ``[samples, FEATURES]``."""
     samples = (task.batches - 1) * GLOBAL_BATCH + task.last_batch
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64)
@@ -133,7 +133,7 @@ def dataset(task: Task) -> TensorDataset:
 
 
 def share_of(trainer: Any) -> dict[str, int]:
-    """Which share of the data this rank reads, as the strategy says."""
+    """Return the strategy's ``num_replicas`` and ``rank`` for distributed samplers."""
     kwargs: dict[str, int] = getattr(
         trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0}
     )
@@ -141,7 +141,7 @@ def share_of(trainer: Any) -> dict[str, int]:
 
 
 def loader(task: Task, trainer: Any) -> DataLoader[Any]:
-    """The epoch, as this rank reads it."""
+    """Return the loader of this rank's share of the epoch."""
     data = dataset(task)
     return DataLoader(data, batch_sampler=ConsecutiveSampler(len(data), **share_of(trainer)))
 
@@ -150,7 +150,7 @@ FEATURES, WIDTH, BLOCKS = 6, 10, 2
 
 
 class Block(nn.Module):
-    """A residual layer, the unit that wrapping engines would choose."""
+    """A residual layer, which wrapping engines would choose as an FSDP unit."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -159,12 +159,12 @@ class Block(nn.Module):
         self.down = nn.Linear(3 * width + 1, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, width]`` to the same shape."""
+        """Map ``[batch, width]`` to the same shape."""
         return x + self.down(gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
 
 class Plain(LightningModule):
-    """A small regression: nothing but what every model has.
+    """A small regression model with common layers.
 
     Checks subclass it, mostly to override `build` and `forward`.
 
@@ -187,29 +187,29 @@ class Plain(LightningModule):
         self.head = nn.Linear(WIDTH, FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, FEATURES]`` to the same shape."""
+        """Map ``[batch, FEATURES]`` to the same shape."""
         hidden = self.embed(x)
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(hidden)  # type: ignore[no-any-return]
 
     def dummy_forward_args_fn(self, batch: list[Tensor]) -> dict[str, Tensor]:
-        """For engines that trace the forward."""
+        """Return arguments for engines that trace the forward."""
         return {"x": batch[0]}
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        """One batch."""
+        """Return and record the loss of a batch."""
         loss = self.loss(batch)
         self.record(loss)
         return loss
 
     def loss(self, batch: list[Tensor]) -> Tensor:
-        """Mean squared error of a batch."""
+        """Return the mean squared error of a batch."""
         inputs, targets = batch[:2]
         return mse_loss(self(inputs).to(targets.dtype), targets)
 
     def record(self, loss: Tensor) -> None:
-        """Remember the mean over all ranks."""
+        """Record the mean of a loss over all ranks."""
         mean = loss.detach().clone().double()
         if is_distributed():
             torch.distributed.all_reduce(mean)
@@ -225,35 +225,35 @@ class Plain(LightningModule):
         self.log("test_loss", self.loss(batch), sync_dist=True)
 
     def predict_step(self, batch: list[Tensor], index: int) -> Tensor:
-        """The output itself."""
+        """Return the output."""
         return self(batch[0])  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> Any:
-        """One optimizer over what is trained."""
+        """Return one optimizer over the trained parameters."""
         return self.optimizer([p for p in self.parameters() if p.requires_grad])
 
     def optimizer(self, parameters: Any, **changes: Any) -> torch.optim.Optimizer:
-        """The task's kind of optimizer."""
+        """Return an optimizer of the task's kind."""
         if self.task.optimizer == "sgd":
             return torch.optim.SGD(parameters, **{"lr": 0.1, **changes})
         return torch.optim.AdamW(parameters, **{"lr": 0.02, "weight_decay": 0.1, **changes})
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """The task's data, in an order that every world size shares."""
+        """Return the task's data, in the same global order at every world size."""
         return loader(self.task, self.trainer)
 
     def val_dataloader(self) -> Any:
-        """The same data."""
+        """Return the training data."""
         return loader(self.task, self.trainer)
 
     test_dataloader = predict_dataloader = val_dataloader
 
 
 class Grouped(Plain):
-    """Two groups that differ in everything."""
+    """Has two parameter groups with different hyperparameters."""
 
     def groups(self) -> list[dict[str, Any]]:
-        """The blocks, and what is around them."""
+        """Return the blocks and the other layers as groups."""
         around = [*self.embed.parameters(), *self.head.parameters()]
         return [
             {"params": list(self.blocks.parameters())},
@@ -261,10 +261,10 @@ class Grouped(Plain):
         ]
 
     def configure_optimizers(self) -> Any:
-        """Stochastic gradient descent."""
+        """Return SGD over the groups."""
         return optim.SGD(self.groups(), lr=0.1)
 
     def trained_with(self) -> Optimizer:
-        """The optimizer while it trains."""
+        """Return the optimizer in training."""
         optimizer: Optimizer = self.trainer.optimizers[0]
         return optimizer

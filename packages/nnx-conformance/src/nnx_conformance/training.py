@@ -1,6 +1,6 @@
-"""What the ranks do: run a task with a Trainer for the strategy under test, or with Fabric.
+"""Run a task on the ranks, by Trainer or by Fabric, with the strategy under test.
 
-Runs in the workers. Checks compose their own jobs from `make_trainer` and `fit`.
+Workers run these functions. Checks compose their own jobs from `make_trainer` and `fit`.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from nnx_conformance.subject import Subject
 from nnx_conformance.task import BLOCKS, FEATURES, GLOBAL_BATCH, WIDTH, Block, Outcome, Plain, Task, dataset
 
 OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
-"""Environment variables that tell a process its place among others."""
+"""Environment variables with the ranks and world size of a process."""
 
 
 def world_size() -> int:
-    """Ranks of the job; one outside of the workers."""
+    """Return the number of ranks of the job; 1 outside of workers."""
     return ranks_per_node() * node_count()
 
 
 def ranks_per_node() -> int:
-    """Ranks of the job on each node."""
-    # Lightning deletes WORLD_SIZE when a run has ended, and a job may have several.
+    """Return the number of ranks on each node."""
+    # Lightning deletes WORLD_SIZE at the end of a run, and a job may have several runs.
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
 
 
 def node_count() -> int:
-    """Nodes of the job."""
+    """Return the number of nodes of the job."""
     return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 def make_trainer(subject: Subject, task: Task, **settings: Any) -> Trainer:
-    """A quiet Trainer of `lightning.pytorch` for a task.
+    """Return a quiet Trainer of `lightning.pytorch` for a task.
 
     Args:
         subject: The strategy.
         task: Steps, accumulation, clipping and precision.
-        **settings: Further arguments of Trainer, or others in place of the above.
+        **settings: Further arguments of Trainer, which override those of the task.
     """
     return Trainer(**trainer_settings(subject, task, **settings))
 
@@ -55,7 +55,7 @@ def make_trainer(subject: Subject, task: Task, **settings: Any) -> Trainer:
 def trainer_settings(
     subject: Subject, task: Task, *, namespace: str = "lightning.pytorch", **settings: Any
 ) -> dict[str, Any]:
-    """The arguments of a Trainer as `make_trainer` builds it.
+    """Return the arguments that `make_trainer` passes to Trainer.
 
     Args:
         subject: The strategy.
@@ -75,7 +75,7 @@ def trainer_settings(
         "gradient_clip_algorithm": task.clip_algorithm if task.clip is not None else None,
         "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
-        "use_distributed_sampler": False,  # the task's loader has one of its own
+        "use_distributed_sampler": False,  # the task's loader has its own sampler
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -93,7 +93,7 @@ def fit(
     ckpt_path: str | None = None,
     **settings: Any,
 ) -> Outcome:
-    """Train as described.
+    """Train a task and return its outcome.
 
     Args:
         subject: The strategy.
@@ -110,7 +110,7 @@ def fit(
 
 
 def outcome_of(trainer: Trainer, module: Plain) -> Outcome:
-    """What there is to report when a Trainer has ended."""
+    """Return the outcome of a finished Trainer."""
     return Outcome(
         losses=list(module.losses),
         weights={name: complete(value).cpu() for name, value in module.state_dict().items()},
@@ -119,27 +119,24 @@ def outcome_of(trainer: Trainer, module: Plain) -> Outcome:
 
 
 def complete(value: Tensor) -> Tensor:
-    """A copy of the whole tensor, where it is a DTensor gathered. Collective."""
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return whole.detach().clone()
+    """Return a copy of the tensor, after gathering a DTensor. Collective."""
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    return full.detach().clone()
 
 
 def mean_over_ranks(value: float) -> float:
-    """The mean of a number over all ranks. Collective, over host memory."""
+    """Return the mean of a number over all ranks. Collective, on the CPU."""
     values = all_gather_object(value, control_group())
     return sum(values) / len(values)
 
 
-# What the ranks do with Fabric: a hand-written loop over the suite's model and data.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """What the loop does; two equal loops give equal losses.
+    """A hand-written Fabric loop; equal loops give equal losses.
 
     Attributes:
         steps: Optimizer steps.
-        accumulate: Batches for each, all but the last under ``no_backward_sync``.
+        accumulate: Batches for each step, all but the last under ``no_backward_sync``.
         clip_norm: Largest norm of the gradients.
         clip_value: Largest element of the gradients.
         precision: The precision of Fabric.
@@ -154,7 +151,7 @@ class Loop:
 
 @dataclass
 class Seen:
-    """What a loop reports.
+    """The results of a loop.
 
     Attributes:
         losses: Mean over all ranks of every batch.
@@ -205,7 +202,7 @@ def train(subject: Subject, loop: Loop, namespace: str = "lightning.fabric") -> 
 
 
 def interrupted(subject: Subject, loop: Loop, path: str) -> Seen:
-    """Train half of the steps, save, and do the rest with new objects that load it."""
+    """Train half of the steps, save, load into new objects, and train the other half."""
     half = loop.steps // 2
     fabric = _fabric(subject, loop)
     module = Net()
@@ -242,10 +239,10 @@ def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
 def _steps(fabric: Any, model: Any, optimizer: Any, loop: Loop, steps: range) -> Seen:
     seen = Seen([], [])
     for step in steps:
-        for part in range(loop.accumulate):
-            is_last = part == loop.accumulate - 1
+        for number in range(loop.accumulate):
+            is_last = number == loop.accumulate - 1
             with fabric.no_backward_sync(model, enabled=not is_last):
-                inputs, targets = _batch(fabric, step * loop.accumulate + part)
+                inputs, targets = _batch(fabric, step * loop.accumulate + number)
                 loss = mse_loss(model(inputs), targets)
                 fabric.backward(loss / loop.accumulate)
             seen.losses.append(_mean(fabric, loss))
@@ -259,7 +256,7 @@ def _steps(fabric: Any, model: Any, optimizer: Any, loop: Loop, steps: range) ->
 
 
 def _batch(fabric: Any, index: int) -> tuple[Tensor, Tensor]:
-    """This rank's share of a global batch, as the strategy says."""
+    """Return this rank's share of a global batch, by the strategy's sampler arguments."""
     alone = {"num_replicas": 1, "rank": 0}
     share = getattr(fabric.strategy, "distributed_sampler_kwargs", None) or alone
     size = GLOBAL_BATCH // share["num_replicas"]
@@ -274,10 +271,10 @@ def _mean(fabric: Any, loss: Tensor) -> float:
 
 
 class Watched(Plain):
-    """Remembers what evaluation gives.
+    """Records the results of evaluation.
 
     Attributes:
-        evaluated: The mean over all ranks of every batch's loss, by stage.
+        evaluated: The mean over all ranks for every batch, by stage.
     """
 
     def __init__(self, task: Task) -> None:
@@ -285,15 +282,15 @@ class Watched(Plain):
         self.evaluated: dict[str, list[float]] = {"validate": [], "test": [], "predict": []}
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
-        """Note the loss."""
+        """Record the loss."""
         self.evaluated["validate"].append(mean_over_ranks(self.loss(batch).item()))
 
     def test_step(self, batch: list[Tensor], index: int) -> None:
-        """Note the loss."""
+        """Record the loss."""
         self.evaluated["test"].append(mean_over_ranks(self.loss(batch).item()))
 
     def predict_step(self, batch: list[Tensor], index: int) -> Tensor:
-        """Note the size of what comes out, and give it."""
+        """Record the mean square of the outputs, and return them."""
         outputs: Tensor = self(batch[0])
         self.evaluated["predict"].append(mean_over_ranks(outputs.square().mean().item()))
         return outputs

@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of the conformance suite's framework."""
+"""Jobs of the tests of the conformance suite's framework."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nnx_conformance import Subject
 
 
 def name_of(subject: Subject) -> str:
-    """What was asked of the worker."""
+    """Return the request to the worker."""
     return subject.strategy
 
 

@@ -89,7 +89,7 @@ def exit_on(rank: int) -> None:
 
 
 def origin() -> dict[str, Any]:
-    """Where this process comes from, and what makes it one of its own."""
+    """Return the origin of this process and its own state."""
     return {
         "pid": os.getpid(),
         "parent": os.getppid(),

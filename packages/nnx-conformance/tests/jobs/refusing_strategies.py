@@ -1,4 +1,4 @@
-"""Strategies that refuse a habit well, badly or not at all, for the tests of the suite's verdicts.
+"""Strategies that refuse a user pattern well, badly or not at all, for the tests of the suite's verdicts.
 
 Workers import this module because the tests name it in ``imports``; importing it registers the names.
 """
@@ -14,7 +14,7 @@ from nnx_tiny.backend import TinyBackend
 
 
 class Refuses(TinyBackend):
-    """Says no, on every rank and at once."""
+    """Refuses at once on every rank."""
 
     def run_step(self, module: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.is_time(module):
@@ -22,16 +22,16 @@ class Refuses(TinyBackend):
         return super().run_step(module, step, *args, **kwargs)
 
     def is_time(self, module: Any) -> bool:
-        """Whether to refuse before this step."""
+        """Return True to refuse before this step."""
         return True
 
     def error(self) -> Exception:
-        """What is raised."""
+        """Return the error to raise."""
         return UnsupportedError("layer 'head' is parametrized.", remedy="Remove the parametrization.")
 
 
 class RefusesLate(Refuses):
-    """Only after it has trained other numbers."""
+    """Refuses only after training with wrong numbers."""
 
     def is_time(self, module: Any) -> bool:
         module.losses[:] = [loss * 1.1 for loss in module.losses]
@@ -39,14 +39,14 @@ class RefusesLate(Refuses):
 
 
 class RefusesOnOneRank(Refuses):
-    """The other one goes on alone, and fails when its peer has gone."""
+    """Refuses on rank 1; the other rank continues alone and fails when its peer has ended."""
 
     def is_time(self, module: Any) -> bool:
         return self.context.rank == 1
 
 
 class FailsBesideARefusal(Refuses):
-    """One rank refuses; the other one has an error of its own."""
+    """Refuses on rank 1; the other rank raises an error of its own."""
 
     def error(self) -> Exception:
         return super().error() if self.context.rank == 1 else IndexError("tuple index out of range")
@@ -80,4 +80,4 @@ for _target in (
     Breaks,
 ):
     _register(_target, refuses=())
-    _register(_target, refuses=("parametrized", "weights_read_on_rank_zero"))
+    _register(_target, refuses=("parametrization_with_parameters", "weights_read_on_rank_zero"))

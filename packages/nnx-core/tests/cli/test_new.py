@@ -256,7 +256,7 @@ def followed(rendered):
 @pytest.mark.parametrize("megabytes", [25.0, 0.0001])
 def test_the_backend_of_the_tutorial_keeps_promises(pool, tmp_path, import_from, followed, megabytes):
     import_from(followed / "src")
-    checks = (*QUICK[:3], "parameters_used_now_and_then")
+    checks = (*QUICK[:3], "parameters_used_sometimes")
     found = verdicts(pool, tmp_path, "nnx_followed.backend:MineBackend", checks, bucket_megabytes=megabytes)
     assert found == dict.fromkeys(checks, ("passed", ""))
 

@@ -16,13 +16,18 @@ _STAGE_1 = Capabilities(
     freezing_while_training=False,
     mixed_dtypes=False,
     refuses=(
-        *("lamb", "muon", "muon_for_large_matrices", "muon_with_auxiliary_group", "shampoo", "adafactor"),
-        *("gradient_norm_optimizer", "sam_by_closure", "lbfgs", "complex_parameters", "sparse_gradients"),
-        *("frozen_in_mid_run", "pruned_while_training", "pruned_by_lightning", "zeroed_gradients"),
-        *("backward_on_the_loss", "split_backward", "combined_gradients", "gradients_by_hand"),
-        *("optimizer_state_read", "optimizer_state_changed", "error_in_backward"),
-        *("optimizer_made_in_a_hook", "optimizer_per_layer", "no_optimizer"),
-        *("optimizer_exchanged", "optimizers_assigned", "optimizer_that_wraps", "closure_by_keyword"),
+        *("lamb", "muon", "muon_for_large_matrices", "muon_with_param_groups", "shampoo", "adafactor"),
+        *("global_norm_optimizer", "sam_by_closure", "lbfgs", "complex_parameters", "sparse_gradients"),
+        *("frozen_mid_run", "pruned_while_training", "model_pruning_callback", "gradients_zeroed_in_hook"),
+        *(
+            "loss_backward_called_directly",
+            "pipeline_split_backward",
+            "gradient_surgery",
+            "gradients_set_without_backward",
+        ),
+        *("optimizer_state_read", "optimizer_state_changed", "backward_error_caught"),
+        *("optimizer_created_in_hook", "optimizer_outside_lightning", "training_without_optimizer"),
+        *("optimizer_replaced", "trainer_optimizers_assigned", "wrapper_optimizer", "keyword_only_closure"),
     ),
 )
 _STAGE_2 = replace(_STAGE_1, shards_gradients=True)
@@ -33,10 +38,15 @@ _STAGE_3 = replace(
         *_STAGE_2.refuses,
         # Ranks cannot gather different layers. Layers below `persistence_threshold` are replicated, so ranks
         # may use different ones.
-        *("swapped_experts", "swapped_by_turns", "swapped_while_accumulating", "layer_of_one_rank"),
-        *("experts_in_a_list", "experts_of_any_shape", "head_per_task", "branches_per_sample"),
-        *("skipped_blocks", "gradient_penalty", "two_backward_passes", "gradient_of_a_weight"),
-        *("weights_read_on_rank_zero", "reentrant_checkpoints_on_rank_zero"),
+        *(
+            "different_expert_per_rank",
+            "experts_swap_each_batch",
+            "different_expert_per_rank_while_accumulating",
+            "layer_used_by_one_rank",
+        ),
+        *("experts_in_module_list", "experts_of_different_shapes", "head_per_task", "branch_per_sample"),
+        *("skipped_blocks", "gradient_penalty", "two_backward_passes", "autograd_grad_of_weight"),
+        *("weights_read_on_rank_zero", "reentrant_checkpointing_on_rank_zero"),
     ),
 )
 

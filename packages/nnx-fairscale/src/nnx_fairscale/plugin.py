@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from nnx_core import Capabilities, CheckpointFormatSpec, StrategySpec, hookimpl
 
-_WHOLE_MODEL_OPTIMIZERS = ("gradient_norm_optimizer", "sam_by_closure", "lbfgs")
+_WHOLE_MODEL_OPTIMIZERS = ("global_norm_optimizer", "sam_by_closure", "lbfgs")
 _WHOLE_PARAMETER_OPTIMIZERS = (
-    *("lamb", "muon", "muon_for_large_matrices", "muon_with_auxiliary_group", "shampoo", "adafactor"),
+    *("lamb", "muon", "muon_for_large_matrices", "muon_with_param_groups", "shampoo", "adafactor"),
 )
 _GRADIENTS_AND_STATE = (
-    "combined_gradients",
-    "split_backward",
+    "gradient_surgery",
+    "pipeline_split_backward",
     "optimizer_state_read",
     "optimizer_state_changed",
 )
@@ -22,14 +22,14 @@ _OSS = Capabilities(
     shards_optimizer=True,
     meta_initialization=True,
     repeated_closures=False,
-    refuses=(*_WHOLE_MODEL_OPTIMIZERS, *_GRADIENTS_AND_STATE, "gradients_by_hand"),
+    refuses=(*_WHOLE_MODEL_OPTIMIZERS, *_GRADIENTS_AND_STATE, "gradients_set_without_backward"),
 )
 _SHARDED = replace(
     _OSS,
     shards_gradients=True,
     refuses=(
-        *(*_OSS.refuses, "backward_on_the_loss"),
-        *("optimizer_made_in_a_hook", "optimizer_per_layer", "no_optimizer"),
+        *(*_OSS.refuses, "loss_backward_called_directly"),
+        *("optimizer_created_in_hook", "optimizer_outside_lightning", "training_without_optimizer"),
     ),
 )
 _FSDP = Capabilities(
@@ -46,13 +46,22 @@ _FSDP = Capabilities(
         *_WHOLE_PARAMETER_OPTIMIZERS,
         *_WHOLE_MODEL_OPTIMIZERS,
         *_GRADIENTS_AND_STATE,
-        *("backward_on_the_loss", "pruned_by_lightning", "sparse_gradients", "error_in_backward"),
-        "closure_by_keyword",  # its optimizer needs unsharded parameters
+        *(
+            "loss_backward_called_directly",
+            "model_pruning_callback",
+            "sparse_gradients",
+            "backward_error_caught",
+        ),
+        "keyword_only_closure",  # its optimizer needs unsharded parameters
         *("gradients_read_on_rank_zero", "weights_read_on_rank_zero"),  # all ranks gather
         # A unit is reduced once in a backward. A backward inside works only for a unit that is recomputed
         # completely.
-        *("inner_backward", "reentrant_checkpoints", "reentrant_checkpoints_while_accumulating"),
-        "reentrant_checkpoints_on_rank_zero",
+        *(
+            "backward_inside_backward",
+            "reentrant_checkpointing",
+            "reentrant_checkpointing_while_accumulating",
+        ),
+        "reentrant_checkpointing_on_rank_zero",
     ),
 )
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn, optim
 from torch.nn.functional import mse_loss
 
-from nnx_conformance.checks.habits_gradients import SplitBackward
+from nnx_conformance.checks.user_patterns.gradients import PipelineSplitBackward
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task
 from nnx_conformance.training import fit
@@ -38,7 +38,7 @@ class Adversaries(Plain):
         return [optim.SGD(self.blocks.parameters(), lr=0.1), optim.SGD(around.parameters(), lr=0.1)]
 
 
-class Interleaved(SplitBackward):
+class Interleaved(PipelineSplitBackward):
     """Both gradients of a microbatch at once."""
 
     schedule = "Interleaved1F1B"

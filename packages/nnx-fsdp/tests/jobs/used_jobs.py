@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nnx_conformance.checks.habits_ranks import Routed, only_for
+from nnx_conformance.checks.user_patterns.rank_dependent import Routed, only_for
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import WIDTH, Block, Outcome, Task
 from nnx_conformance.training import fit

@@ -7,11 +7,14 @@ from dataclasses import replace
 from nnx_core import Capabilities, CheckpointFormatSpec, StrategySpec, hookimpl
 
 _OF_PLANS = (
-    *("iterable_split_by_rank", "shuffled_by_rank"),  # ranks of a unit have to read one batch
-    *("contrastive_loss_by_rank", "world_size_in_the_loss"),  # a step divides by `data_rank` there
-    *("gradient_of_a_weight", "gradient_penalty"),  # programs compute the forward in parts
+    *("iterable_dataset_split_by_rank", "shuffle_seeded_by_rank"),  # ranks of a unit have to read one batch
+    *(
+        "contrastive_loss_with_global_rank",
+        "loss_scaled_by_world_size",
+    ),  # a step divides by `data_rank` there
+    *("autograd_grad_of_weight", "gradient_penalty"),  # programs compute the forward in parts
 )
-_OF_RANKS = ("combined_gradients", "split_backward")  # each rank would have those of its own samples
+_OF_RANKS = ("gradient_surgery", "pipeline_split_backward")  # each rank would have those of its own samples
 _OF_PARTS = ("gradients_read_on_rank_zero", "weights_read_on_rank_zero")  # all ranks gather
 _PLANNED = Capabilities(
     accelerators=("cpu", "cuda"),
@@ -36,7 +39,7 @@ _CHOSEN = replace(
 )
 _REPLICATED = replace(
     _CHOSEN,
-    refuses=("combined_gradients",),
+    refuses=("gradient_surgery",),
     tensor_parallel=False,
     activation_checkpointing=False,
     needs_sample=False,
@@ -44,7 +47,7 @@ _REPLICATED = replace(
 )
 _IN_PARTS = replace(
     _PLANNED,
-    refuses=(*_OF_RANKS, *_OF_PARTS, "reentrant_checkpoints_on_rank_zero"),
+    refuses=(*_OF_RANKS, *_OF_PARTS, "reentrant_checkpointing_on_rank_zero"),
     tensor_parallel=False,
     activation_checkpointing=False,
     needs_sample=False,
@@ -76,7 +79,7 @@ _STAGES = replace(
     _PLANNED,
     tensor_parallel=False,
     pipeline=True,
-    refuses=tuple(habit for habit in _PLANNED.refuses if habit != "gradient_penalty"),
+    refuses=tuple(name for name in _PLANNED.refuses if name != "gradient_penalty"),
 )
 
 

@@ -1,4 +1,1 @@
-"""The checks; a function's docstring is the promise that it tries.
-
-A module's name begins with the group of its checks.
-"""
+"""The checks, in a folder or module per group; a function's docstring states its promise."""

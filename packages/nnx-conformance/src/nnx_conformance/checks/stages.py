@@ -1,6 +1,7 @@
-"""Stages: fit, validate, test and predict in any order, each with the weights and the mode it should have.
+"""Fit, validate, test and predict in any order, each with the right weights and mode.
 
-What evaluation gives is compared batch by batch with one process on the same global batches.
+The results of evaluation are compared batch by batch with one process on the same global batches.
+
 """
 
 from __future__ import annotations
@@ -29,25 +30,24 @@ from nnx_conformance.subject import Subject
 from nnx_conformance.task import FEATURES, Outcome, Plain, Task, dataset, loader, share_of
 from nnx_conformance.training import Watched, make_trainer, outcome_of
 
-# The modules of the group `stages`: they watch what evaluation gives, and cut their batches in odd sizes.
-
 
 class Branching(Watched):
-    """Computes something else in training than in evaluation, without chance.
+    """Computes different, deterministic outputs in training and in evaluation.
 
     Attributes:
-        modes: Says by stage whether all modules, or any, were in training mode in every step.
+        modes: By stage, for every step, if all and if any modules were in training mode.
+
     """
 
     def build(self) -> None:
-        """A dropout that drops everything makes the difference, and so does a branch."""
+        """Add a dropout of everything, and a branch."""
         super().build()
         self.dropout = nn.Dropout(1.0)
         self.modes: dict[str, list[tuple[bool, bool]]] = {"train": [], "evaluate": []}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Training halves the hidden layer; evaluation adds to it what training drops."""
-        flags = [part.training for part in self.modules()]
+        """Halve the hidden layer in training; add the dropped layer in evaluation."""
+        flags = [module.training for module in self.modules()]
         self.modes["train" if self.trainer.training else "evaluate"].append((all(flags), any(flags)))
         hidden = self.embed(x)
         for block in self.blocks:
@@ -58,12 +58,13 @@ class Branching(Watched):
 
 
 class CutSampler(Sampler[list[int]]):
-    """Cuts the samples into global batches of given sizes, each over the ranks as evenly as it goes.
+    """Splits the samples into global batches of given sizes, distributed evenly over the ranks.
 
     Args:
         sizes: The sizes of the global batches.
         num_replicas: Ranks that share the data.
-        rank: The number of this one among them.
+        rank: This rank's number among them.
+
     """
 
     def __init__(self, sizes: Sequence[int], *, num_replicas: int, rank: int) -> None:
@@ -78,7 +79,7 @@ class CutSampler(Sampler[list[int]]):
 
 
 class _Cut(Watched):
-    """Reads its data in batches of chosen sizes."""
+    """Reads its data in batches of given sizes."""
 
     def cut(self, sizes: Sequence[int]) -> DataLoader[Any]:
         data = dataset(self.task)
@@ -86,24 +87,24 @@ class _Cut(Watched):
 
 
 class VaryingBatches(_Cut):
-    """Every training step has another number of samples, some more than the first."""
+    """Has a different number of samples in every training step, sometimes more than in the first."""
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Sizes that all world sizes divide."""
+        """Choose sizes that all world sizes divide."""
         return self.cut((12, 6, 18, 12, 24))
 
 
 class UnequalShares(_Cut):
-    """In the last batches the ranks have different numbers of samples; no sample counts more for it."""
+    """Gives the ranks different numbers of samples in the last batches, with equal weight per sample."""
 
     sizes = (12, 7, 12, 5)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Sizes that not all world sizes divide."""
+        """Choose sizes that some world sizes do not divide."""
         return self.cut(self.sizes)
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        """The mean over the ranks of this loss is the mean over all samples."""
+        """Scale the loss so that its mean over the ranks is the mean over all samples."""
         replicas = share_of(self.trainer)["num_replicas"]
         count = self.sizes[index] * FEATURES
         loss = mse_loss(self(batch[0]), batch[1], reduction="sum") * (replicas / count)
@@ -112,20 +113,19 @@ class UnequalShares(_Cut):
 
 
 class OtherBatchesInEvaluation(_Cut):
-    """Evaluates in batches of other sizes than it is trained in."""
+    """Evaluates in batches of other sizes than in training."""
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Smaller ones and larger ones than in training."""
+        """Choose smaller and larger sizes than in training."""
         return self.cut((6, 18, 12, 24))
 
     test_dataloader = predict_dataloader = val_dataloader
 
 
 class EmptyValidation(Watched):
-    """Has nothing to validate with."""
+    """Has an empty validation loader."""
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """A loader of no samples."""
         nothing = torch.empty(0, FEATURES, dtype=self.task.torch_dtype)
         return DataLoader(TensorDataset(nothing, nothing), batch_size=4)
 
@@ -143,7 +143,7 @@ def _watched(task: Task) -> Watched:
 
 
 def evaluate_then_fit(subject: Subject, task: Task) -> Outcome:
-    """Validate, test, predict, and only then train; every time with a new Trainer."""
+    """Validate, test, predict, and then train, each with a new Trainer."""
     module = _watched(task)
     make_trainer(subject, task, limit_val_batches=1.0).validate(module, verbose=False)
     make_trainer(subject, task).test(module, verbose=False)
@@ -154,7 +154,7 @@ def evaluate_then_fit(subject: Subject, task: Task) -> Outcome:
 
 
 def fit_then_evaluate(subject: Subject, task: Task, which: Literal["same", "other"]) -> Outcome:
-    """Train, then test, predict and validate with the same Trainer or with other ones."""
+    """Train, then test, predict and validate with the same Trainer or with new ones."""
     module = _watched(task)
     trainer = make_trainer(subject, task, limit_val_batches=1.0, check_val_every_n_epoch=100)
     trainer.fit(module)
@@ -178,7 +178,7 @@ def fit_again_job(subject: Subject, task: Task) -> Outcome:
 
 
 def fit_further_job(subject: Subject, task: Task) -> Outcome:
-    """Train, then train as many steps more with the same Trainer."""
+    """Train, then train for as many further steps with the same Trainer."""
     module = _watched(task)
     trainer = make_trainer(subject, task)
     trainer.fit(module)
@@ -188,7 +188,7 @@ def fit_further_job(subject: Subject, task: Task) -> Outcome:
 
 
 def any_order_job(subject: Subject, task: Task) -> Outcome:
-    """One module through everything that a Trainer does, in an unusual order."""
+    """Run one module through all stages, in an unusual order."""
     module = _watched(task)
     other = make_trainer(subject, task, limit_val_batches=2)
     make_trainer(subject, task).predict(module)
@@ -215,7 +215,7 @@ def fit_and_validate(subject: Subject, task: Task) -> Outcome:
 
 
 def branch(subject: Subject, task: Task) -> Outcome:
-    """Test, then train and validate, with a module that is another one in evaluation."""
+    """Test, then train and validate, with a module that computes differently in evaluation."""
     module = Branching(task)
     make_trainer(subject, task).test(module, verbose=False)
     trainer = make_trainer(subject, task, limit_val_batches=2, val_check_interval=1)
@@ -226,7 +226,7 @@ def branch(subject: Subject, task: Task) -> Outcome:
 
 
 class _Partly(Plain):
-    """Holds one block in evaluation mode throughout, as one does with a pretrained encoder."""
+    """Holds one block in evaluation mode throughout, like a pretrained encoder."""
 
     def build(self) -> None:
         super().build()
@@ -241,14 +241,14 @@ class _Partly(Plain):
 
 
 def modes_of_submodules(subject: Subject, task: Task) -> list[tuple[bool, bool]]:
-    """Return True if the first and the second block are in training mode, in every training step."""
+    """Return the training mode of the first and the second block, for every training step."""
     module = _Partly(task)
     make_trainer(subject, task, limit_val_batches=1, val_check_interval=1).fit(module)
     return module.noted
 
 
 class _Looking(Plain):
-    """Notes in every step of evaluation whether gradients are computed."""
+    """Records in every evaluation step if gradients are enabled."""
 
     def build(self) -> None:
         super().build()
@@ -265,7 +265,7 @@ class _Looking(Plain):
 
 
 def look_at_evaluation(subject: Subject, task: Task) -> dict[str, Any]:
-    """Evaluate in every way and see what that leaves; then train with it."""
+    """Run each kind of evaluation, record its traces, then train."""
     module = _Looking(task)
     make_trainer(subject, task, limit_val_batches=1).validate(module, verbose=False)
     make_trainer(subject, task, limit_test_batches=1).test(module, verbose=False)
@@ -283,7 +283,7 @@ def look_at_evaluation(subject: Subject, task: Task) -> dict[str, Any]:
 
 
 class _Sharing(Plain):
-    """Notes which share of the data it predicts for; after the run a strategy need not know."""
+    """Records the data share for which it predicts, because the strategy may forget it after the run."""
 
     def predict_dataloader(self) -> DataLoader[Any]:
         self.share = share_of(self.trainer)["rank"]
@@ -291,14 +291,14 @@ class _Sharing(Plain):
 
 
 def predict(subject: Subject, task: Task) -> tuple[int, list[Tensor]]:
-    """This rank's share of the data, and what `Trainer.predict` returns for it."""
+    """Return this rank's share of the data, and the result of `Trainer.predict`."""
     module = _Sharing(task)
     outputs: Any = make_trainer(subject, task).predict(module)
     return module.share, [output.detach() for output in outputs or ()]
 
 
 def fit_until(subject: Subject, task: Task, settings: dict[str, Any]) -> Outcome:
-    """Train until the Trainer's settings end it."""
+    """Train until the Trainer's settings end the run."""
     module = _watched(task)
     trainer = make_trainer(subject, task, **settings)
     trainer.fit(module)
@@ -323,26 +323,26 @@ class _Decide(Callback):
             for name, all_ranks in (("any", False), ("all", True)):
                 decision = trainer.strategy.reduce_boolean_decision(wanted, all=all_ranks)
                 self.decided[name] = all_gather_object(bool(decision), control_group())
-            # Ranks that do not agree would wait for each other: the check tells from what was decided.
+            # Stop all ranks even if they disagree, because they would wait for each other.
             trainer.should_stop = trainer.should_stop or any(self.decided["any"])
 
 
 def decide_on_rank_zero(subject: Subject, task: Task) -> tuple[dict[str, list[bool]], int]:
-    """What every rank is told when rank 0 wants to stop, and how many batches are trained with."""
+    """Return every rank's decisions when rank 0 wants to stop, and the number of batches."""
     module, decide = Plain(task), _Decide()
     make_trainer(subject, task, callbacks=[decide]).fit(module)
     return decide.decided, len(module.losses)
 
 
 class _RisingMetric(Plain):
-    """Logs a metric that stops getting better after three epochs."""
+    """Logs a metric that stops improving after three epochs."""
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         self.log("quality", float(min(self.current_epoch, 3)), sync_dist=True)
 
 
 def stop_early(subject: Subject, task: Task) -> int:
-    """Batches until `EarlyStopping` ends the run."""
+    """Return the number of batches until `EarlyStopping` ends the run."""
     module = _RisingMetric(task)
     callback = EarlyStopping("quality", mode="max", patience=2)
     trainer = make_trainer(
@@ -356,7 +356,7 @@ _TASK = Task(batches=2, steps=2)
 
 
 def _compare(bench: Bench, job: Callable[..., Outcome], task: Task, *args: Any) -> None:
-    """Training, the weights in the end, and what evaluation gave are those of one process."""
+    """Compare training, final weights and evaluation results with one process."""
     alone: Outcome = bench.alone(job, task, *args)
     for world_size in bench.world_sizes:
         ranks: list[Outcome] = bench.run(job, task, *args, world_size=world_size)
@@ -375,7 +375,7 @@ def _expect_same_evaluation(ranks: list[Outcome], alone: Outcome) -> None:
 
 @check()
 def evaluation_before_fit(bench: Bench) -> None:
-    """A module can be validated, tested and predicted with before it is trained, which then goes as ever."""
+    """A module can be validated, tested and predicted with before training, and then trains as usual."""
     _compare(bench, evaluate_then_fit, _TASK)
 
 
@@ -387,25 +387,25 @@ def evaluation_after_fit(bench: Bench) -> None:
 
 @check()
 def evaluation_with_the_same_trainer(bench: Bench) -> None:
-    """The Trainer that trained tests, predicts and validates with the trained weights."""
+    """The Trainer of the training tests, predicts and validates with the trained weights."""
     _compare(bench, fit_then_evaluate, _TASK, "same")
 
 
 @check()
-def fit_again(bench: Bench) -> None:
-    """A second Trainer goes on from the trained weights."""
+def fit_again_with_new_trainer(bench: Bench) -> None:
+    """A second Trainer continues from the trained weights."""
     _compare(bench, fit_again_job, _TASK)
 
 
 @check(of_adapter=True)
-def fit_further(bench: Bench) -> None:
-    """The same Trainer, given more steps, goes on from the trained weights."""
+def fit_again_with_same_trainer(bench: Bench) -> None:
+    """The same Trainer with more steps continues from the trained weights."""
     _compare(bench, fit_further_job, _TASK)
 
 
 @check(full=True)
-def any_order(bench: Bench) -> None:
-    """One module goes through every stage in an unusual order, and each sees the weights of its time."""
+def stages_in_any_order(bench: Bench) -> None:
+    """A module runs through all stages in an unusual order, always with its current weights."""
     _compare(bench, any_order_job, _TASK)
 
 
@@ -415,7 +415,7 @@ _BRANCHING = Task(batches=3)
 
 @check()
 def validation_sees_current_weights(bench: Bench) -> None:
-    """Validation within fit, and before its first step, uses the weights of that moment."""
+    """Validation within fit, and before its first step, uses the current weights."""
     alone: Outcome = bench.alone(fit_and_validate, _VALIDATED)
     for world_size in bench.world_sizes:
         ranks = bench.run(fit_and_validate, _VALIDATED, world_size=world_size)
@@ -423,8 +423,8 @@ def validation_sees_current_weights(bench: Bench) -> None:
 
 
 @check()
-def validation_leaves_training_alone(bench: Bench) -> None:
-    """Training goes on after validation as if there had been none."""
+def validation_keeps_training_unchanged(bench: Bench) -> None:
+    """Training after validation is the same as without validation."""
     without = bench.train_alone(Task(batches=3))
     for world_size in bench.world_sizes:
         ranks = bench.run(fit_and_validate, _VALIDATED, world_size=world_size)
@@ -433,7 +433,7 @@ def validation_leaves_training_alone(bench: Bench) -> None:
 
 @check("gradient_accumulation")
 def validation_while_gradients_accumulate(bench: Bench) -> None:
-    """Validation between two batches of one step loses nothing of the gradients accumulated so far."""
+    """Validation between two batches of one step keeps the accumulated gradients."""
     task = Task(model=Watched, batches=4, steps=2, accumulate=2)
     without = bench.train_alone(Task(batches=4, steps=2, accumulate=2))
     for world_size in bench.world_sizes:
@@ -442,8 +442,8 @@ def validation_while_gradients_accumulate(bench: Bench) -> None:
 
 
 @check(of_adapter=True)
-def evaluation_takes_the_eval_branch(bench: Bench) -> None:
-    """In evaluation every module is in evaluation mode: dropout is off and `self.training` False."""
+def evaluation_uses_eval_mode(bench: Bench) -> None:
+    """Every module is in evaluation mode during evaluation: dropout is off and `self.training` False."""
     alone: Outcome = bench.alone(branch, _BRANCHING)
     for world_size in bench.world_sizes:
         ranks = bench.run(branch, _BRANCHING, world_size=world_size)
@@ -458,8 +458,8 @@ def evaluation_takes_the_eval_branch(bench: Bench) -> None:
 
 
 @check(of_adapter=True)
-def training_takes_the_training_branch_again(bench: Bench) -> None:
-    """After validation every module is in training mode again: dropout is on and `self.training` True."""
+def training_mode_after_validation(bench: Bench) -> None:
+    """Every module is in training mode again after validation: dropout is on and `self.training` True."""
     alone: Outcome = bench.alone(branch, _BRANCHING)
     for world_size in bench.world_sizes:
         ranks = bench.run(branch, _BRANCHING, world_size=world_size)
@@ -471,7 +471,7 @@ def training_takes_the_training_branch_again(bench: Bench) -> None:
 
 @check(of_adapter=True)
 def submodules_keep_their_mode(bench: Bench) -> None:
-    """A submodule that the user put into evaluation mode is still in it after validation."""
+    """A submodule that the user put into evaluation mode stays in it after validation."""
     for rank, seen in enumerate(bench.run(modes_of_submodules, Task(batches=3))):
         expect(
             seen == [(False, True)] * 3,
@@ -487,18 +487,18 @@ def evaluation_computes_no_gradients(bench: Bench) -> None:
     for rank, report in enumerate(bench.run(look_at_evaluation, task)):
         where = f"rank {rank}"
         expect(not report["with gradients"], f"{where}: gradients are on during {report['with gradients']}.")
-        expect(not report["outputs"], f"{where}: what predict returns requires gradients.")
+        expect(not report["outputs"], f"{where}: the outputs of predict require gradients.")
         expect(not report["gradients"], f"{where}: evaluation left gradients of {report['gradients']}.")
         expect(
             not report["inference"],
             f"{where}: evaluation left inference tensors, which cannot be trained: {report['inference']}.",
         )
-        expect(len(report["losses"]) == 2, f"{where}: {len(report['losses'])} steps instead of 2.")
+        expect(len(report["losses"]) == 2, f"{where}: {len(report['losses'])} steps, expected 2.")
 
 
 @check(of_adapter=True)
-def predictions_of_each_rank(bench: Bench) -> None:
-    """`Trainer.predict` returns on each rank the outputs for that rank's own share, in order."""
+def predictions_per_rank(bench: Bench) -> None:
+    """`Trainer.predict` returns each rank's outputs for its own share of the data, in order."""
     task = Task(batches=3, last_batch=6)
     _, expected = bench.alone(predict, task)
     for world_size in bench.world_sizes:
@@ -513,14 +513,14 @@ def predictions_of_each_rank(bench: Bench) -> None:
 
 @check()
 def smaller_last_batch(bench: Bench) -> None:
-    """An epoch's last batch may be smaller; training and evaluation use it as it is."""
+    """The last batch of an epoch may be smaller, in training and evaluation."""
     task = Task(model=Watched, batches=2, last_batch=6, steps=4)
     _compare(bench, fit_and_validate, task)
 
 
 @check()
 def last_batch_of_one_sample(bench: Bench) -> None:
-    """The last batch may leave each rank a single sample."""
+    """The last batch may give each rank a single sample."""
     for world_size in bench.world_sizes:
         task = Task(batches=2, last_batch=world_size, steps=4)
         ranks = bench.train(task, world_size=world_size)
@@ -528,33 +528,33 @@ def last_batch_of_one_sample(bench: Bench) -> None:
 
 
 @check()
-def unequal_shares(bench: Bench) -> None:
+def batch_size_differs_by_rank(bench: Bench) -> None:
     """Ranks may have different numbers of samples in a batch."""
     expect_parity(bench, Task(model=UnequalShares, batches=3, steps=8))
 
 
 @check()
 def batch_size_changes(bench: Bench) -> None:
-    """Every step may have another batch size, also a larger one than the first."""
+    """Each step may have a different batch size, even a larger one than the first."""
     expect_parity(bench, Task(model=VaryingBatches, batches=6, steps=5))
 
 
 @check()
-def other_batch_size_in_evaluation(bench: Bench) -> None:
-    """Evaluation may have other batch sizes than training."""
+def evaluation_batch_size_differs(bench: Bench) -> None:
+    """Evaluation may use other batch sizes than training."""
     task = Task(model=OtherBatchesInEvaluation, batches=5, steps=2)
     _compare(bench, fit_then_evaluate, task, "other")
 
 
 @check(of_adapter=True)
 def empty_validation(bench: Bench) -> None:
-    """A validation loader without samples is passed over."""
+    """Lightning skips an empty validation loader."""
     settings = {"limit_val_batches": 1.0, "num_sanity_val_steps": 1, "max_steps": -1, "max_epochs": 2}
     _ends_alike(bench, Task(model=EmptyValidation, batches=2), settings)
 
 
 def _ends_alike(bench: Bench, task: Task, settings: dict[str, Any]) -> None:
-    """A run with these settings of Trainer ends where it does in one process, with the same numbers."""
+    """Expect that a run with these Trainer settings ends at the same point as one process."""
     alone: Outcome = bench.alone(fit_until, task, settings)
     for world_size in bench.world_sizes:
         ranks: list[Outcome] = bench.run(fit_until, task, settings, world_size=world_size)
@@ -566,14 +566,14 @@ def _ends_alike(bench: Bench, task: Task, settings: dict[str, Any]) -> None:
 
 
 @check(of_adapter=True)
-def epochs_end(bench: Bench) -> None:
+def max_epochs_ends_fit(bench: Bench) -> None:
     """`max_epochs` ends a run after that many epochs."""
     _ends_alike(bench, _TASK, {"max_steps": -1, "max_epochs": 2})
 
 
 @check(of_adapter=True)
-def limited_batches(bench: Bench) -> None:
-    """`limit_train_batches`, `limit_val_batches` and `limit_test_batches` hold, as numbers and fractions."""
+def limit_batches(bench: Bench) -> None:
+    """`limit_train_batches`, `limit_val_batches` and `limit_test_batches` work as numbers and fractions."""
     limits = {"limit_train_batches": 3, "limit_val_batches": 0.5, "limit_test_batches": 1}
     settings = {**limits, "max_steps": -1, "max_epochs": 2}
     _ends_alike(bench, Task(batches=4), settings)
@@ -581,12 +581,12 @@ def limited_batches(bench: Bench) -> None:
 
 @check(of_adapter=True)
 def one_rank_stops_all(bench: Bench) -> None:
-    """Ranks decide together: one that wants to stop stops all, and all must want what needs all."""
+    """One rank's wish stops all ranks with `any`, and only a unanimous wish does with `all`."""
     ranks = bench.run(decide_on_rank_zero, Task(steps=4), world_size=2)
     for rank, (decided, batches) in enumerate(ranks):
         where = f"rank {rank}: rank 0 alone wants to stop"
-        expect(all(decided["any"]), f"{where}, and `any` told the ranks {decided['any']}.")
-        expect(not any(decided["all"]), f"{where}, and `all` told the ranks {decided['all']}.")
+        expect(all(decided["any"]), f"{where}, and `any` returned {decided['any']}.")
+        expect(not any(decided["all"]), f"{where}, and `all` returned {decided['all']}.")
         expect(batches == 2, f"{where} after batch 2; training ended after batch {batches}.")
 
 

@@ -1,7 +1,8 @@
-"""A user's training script: ``python train.py JOB`` trains a task and leaves an account of it in JOB.
+"""A user's training script: ``python train.py JOB`` trains a task and writes an account of it to JOB.
 
-It is started by its path, so that nothing of nnx is imported before Lightning has been asked for the
-strategy. `checks.manners_starting` writes JOB, a directory, and reads the accounts.
+A new Python runs the script by path, so that Lightning is asked for the strategy before any import of nnx.
+`checks.lifecycle.launch` writes JOB, a directory, and reads the accounts.
+
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ REGISTRIES = {
 
 
 def main(directory: Path) -> None:
-    """Train, and write an account of it."""
+    """Train, and write an account."""
     job = json.loads((directory / "job.json").read_text())
     found = look_around(job)
     account = train(directory, job) if job["through"] == "Trainer" else train_by_cli(directory, job)
@@ -32,7 +33,7 @@ def main(directory: Path) -> None:
 
 
 def look_around(job: dict[str, Any]) -> dict[str, Any]:
-    """What Lightning knows and what is imported, before the strategy is used."""
+    """Return the trees that know the strategy, and the imports so far, before the strategy is used."""
     known = [
         tree
         for tree, registry in REGISTRIES.items()
@@ -59,7 +60,7 @@ def train(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_by_cli(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """Train with LightningCLI, where the strategy is an argument of the command line."""
+    """Train with LightningCLI, with the strategy as a command-line argument."""
     from lightning.pytorch.cli import LightningCLI
 
     from nnx_conformance.task import Plain

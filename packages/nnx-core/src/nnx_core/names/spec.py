@@ -104,7 +104,7 @@ class Capabilities:
     submodule_hooks: bool = _capability(True, "hooks on submodules run in every step")
     manual_optimization: bool = _capability(True, "LightningModules with automatic_optimization=False")
     refuses: tuple[str, ...] = _capability(
-        (), "habits of user code, by the names of the conformance checks, that it refuses with a remedy"
+        (), "conformance checks of user patterns that it refuses with a remedy"
     )
     trainer: bool = _capability(True, "usable as Trainer(strategy=...)")
     fabric: bool = _capability(True, "usable as Fabric(strategy=...)")

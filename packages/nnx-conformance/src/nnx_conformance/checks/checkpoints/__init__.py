@@ -1,0 +1,1 @@
+"""Checkpoints are saved completely and resume exactly."""

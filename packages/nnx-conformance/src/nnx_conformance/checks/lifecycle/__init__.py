@@ -1,0 +1,1 @@
+"""Strategies launch, fail and clean up properly."""

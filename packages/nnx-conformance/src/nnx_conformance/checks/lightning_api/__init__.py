@@ -1,0 +1,1 @@
+"""Lightning's API behaves as in one process."""

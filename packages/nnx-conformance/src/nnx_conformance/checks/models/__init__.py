@@ -1,0 +1,1 @@
+"""Models of every architecture, however they are built."""

@@ -1,0 +1,1 @@
+"""Training gives the numbers of one process."""

@@ -1,0 +1,1 @@
+"""Common patterns of user code train as in one process, or are refused."""
