@@ -10,16 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import turns
-from longest_first import ordered
-
 _STARTUP = str(Path(__file__).parent / "tests" / "startup")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the Pythons that tests start cheap: they find `startup/sitecustomize.py`, and more."""
     if hasattr(config.option, "loadscopereorder"):
-        config.option.loadscopereorder = False  # xdist would begin with the files of the most tests
+        config.option.loadscopereorder = False  # keep the order of testpaths: the longest first
     given = os.environ.get("PYTHONPATH", "")
     if _STARTUP not in given.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, given]))
@@ -28,25 +25,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tests start a hundred Pythons: what the first of them compiles is for all, whatever the machine's habit.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ.pop("PYTHONWARNINGS", None)  # tests read the warnings of their processes
     # Several workers share the cores, and start processes: each has one thread, as under torchrun.
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)  # in this process torch has read the variable by now
     gc.set_threshold(20_000, 20, 20)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take the tests whose turn it is (see `turns`), and begin with the files that take longest.
-
-    Under xdist, too, which hands out whole files in this order.
-    """
-    turns.mark_what_has_no_turn(items)
-    if not any("::" in argument for argument in config.args):
-        taken = turns.chosen(items, os.environ.get("NNX_MATRIX", ""))
-        left = set(items).difference(taken)
-        config.hook.pytest_deselected(items=[item for item in items if item in left])
-        items[:] = taken
-    items[:] = ordered(items)
 
 
 @pytest.hookimpl(tryfirst=True)

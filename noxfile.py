@@ -136,7 +136,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """What README's command runs, or what is named: `nox -s tests -- tests/test_main_job.py`."""
+    """Run the tests of README's command, or named ones: `nox -s tests -- tests/test_main_job.py`."""
     run(session, "-m", "pytest", "-n", "3", "--dist", "loadfile", *session.posargs)
 
 
@@ -152,18 +152,17 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def full(session: nox.Session) -> None:
-    """All tests, with whole matrices, every planted fault and every check on every strategy. Takes hours."""
-    run(session, "-m", "pytest", "-n", "3", "--dist", "loadfile", *session.posargs, NNX_MATRIX="full")
+    """Run all tests, which takes hours, or a share of them: `nox -s full -- --splits 3 --group 2`."""
+    run(session, "-m", "pytest", "-n", "3", "--dist", "loadfile", "-m", "", *session.posargs)
 
 
 @nox.session
 def nodes(session: nox.Session) -> None:
     """Train on several nodes, which are network namespaces of this machine. Needs root and iproute2.
 
-    `NNX_MATRIX=full nox -s nodes` tries every strategy on Ray, too.
+    `nox -s nodes -- -m nodes` runs the slow tests too: every strategy on Ray, and more lost nodes.
     """
-    left_out = [] if os.environ.get("NNX_MATRIX") == "full" else ["-m", "not slow"]
-    run(session, "-m", "pytest", "tests/nodes", *left_out, *session.posargs, NNX_MATRIX="full")
+    run(session, "-m", "pytest", "tests/nodes", "-m", "nodes and not slow", *session.posargs)
 
 
 @nox.session(venv_backend="venv")

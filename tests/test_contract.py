@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES)
 def test_an_engine_trains_like_one_process(pool: WorkerPool, engine: str, case: str) -> None:
@@ -41,6 +42,7 @@ def test_an_engine_trains_like_one_process(pool: WorkerPool, engine: str, case: 
         assert outcome.losses == pytest.approx(expected.losses, abs=1e-5)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("source", [*ENGINES, "fsdp_auto"])
 def test_checkpoints_travel_between_engines(pool: WorkerPool, tmp_path: Path, source: str) -> None:
     path, step, steps = tmp_path / "last.ckpt", 3, 5
@@ -52,6 +54,7 @@ def test_checkpoints_travel_between_engines(pool: WorkerPool, tmp_path: Path, so
             assert outcome.losses == pytest.approx(saved.losses[step:], abs=1e-5), target
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_is_saved_after_the_run_is_resumed_like_what_is_saved_within(
     pool: WorkerPool, tmp_path: Path, engine: str

@@ -59,6 +59,7 @@ def _another_index(checkpoint: Path) -> None:
     index.write_text(json.dumps(content) + " ")
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -94,6 +95,7 @@ def test_a_path_where_nothing_is_gives_one_error(pool: WorkerPool, tmp_path: Pat
         assert error.startswith("CheckpointError:") and "nowhere.ckpt" in error
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_keeps_the_old_checkpoint(
     pool: WorkerPool, tmp_path: Path, rank: int

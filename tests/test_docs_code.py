@@ -36,6 +36,7 @@ def made(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("page", NAMES)
 def test_every_block_of_a_page_runs(page: str, made: Path, pool: WorkerPool, tmp_path: Path) -> None:
     folder = tmp_path / "page"
@@ -87,6 +88,7 @@ def test_every_prelude_belongs_to_a_page() -> None:
     assert {file.stem for file in docs_jobs.PRELUDES.glob("*.py")} <= pages
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("text", "seen"),
     [

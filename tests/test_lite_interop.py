@@ -57,6 +57,7 @@ def check(runs: Runs, saved_by: str, source: str, resumed_by: str, target: str, 
         assert seen.losses == pytest.approx(runs.plain[STEPS:], abs=1e-6)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("source", "target"), OTHERS)
 def test_lite_resumes_lite_under_another_strategy_and_world_size(
     runs: Runs, source: str, target: str
@@ -66,6 +67,7 @@ def test_lite_resumes_lite_under_another_strategy_and_world_size(
     check(runs, "lite", source, "lite", target, SIZES[turn % 3])
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("source", STRATEGIES)
 def test_trainer_resumes_what_lite_saved(runs: Runs, source: str) -> None:
     target = STRATEGIES[(STRATEGIES.index(source) + 1) % len(STRATEGIES)]
@@ -73,6 +75,7 @@ def test_trainer_resumes_what_lite_saved(runs: Runs, source: str) -> None:
     check(runs, "lite", source, "trainer", target, 3)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("source", STRATEGIES)
 def test_lite_resumes_what_trainer_saved(runs: Runs, source: str) -> None:
     target = STRATEGIES[(STRATEGIES.index(source) + 3) % len(STRATEGIES)]

@@ -1,13 +1,11 @@
 """The conformance suite is tested with strategies that are broken on purpose.
 
-Every fault has to be caught by the check that names it. Whether a narrow fault fails no other check is tried
-on one check of its group, by a quarter of the faults; `fault_table.py` tries all. README's command takes one
-fault for each module of checks (see `turns`).
+The check that names a fault has to catch it, and one other check of the group must not fail because of a
+narrow fault; `fault_table.py` tries all checks. README's command tries one fault for each group.
 """
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +15,23 @@ from faults import Fault, all_faults
 from nnx_conformance.check import Reference, all_checks
 from nnx_conformance.pool import WorkerPool
 from nnx_conformance.runner import Session
-from turns import FULL
 
 CHECKS = {check.name: check for check in all_checks()}
 FAULTS = {fault.name: fault for fault in all_faults()}
 NEIGHBOURS = 1
 """Other checks of the same group that must not fail because of a narrow fault; `fault_table.py` tries all."""
-TURNS = 1 if FULL else 4
-"""Of so many faults one is tried on its neighbours."""
 
 
-def in_turns() -> list[Any]:
-    """All faults; those that are not the first for their module of checks have the mark `full`."""
-    modules: set[str] = set()
+def cases() -> list[Any]:
+    """Return all faults, but for the first narrow one of each group of checks marked `full`."""
+    groups: set[str] = set()
     found = []
     for fault in FAULTS.values():
-        module = CHECKS[fault.caught_by].run.__module__
-        found.append(pytest.param(fault, id=fault.name, marks=pytest.mark.full if module in modules else ()))
-        modules.add(module)
+        group = CHECKS[fault.caught_by].group
+        is_first = fault.is_narrow and group not in groups
+        found.append(pytest.param(fault, id=fault.name, marks=() if is_first else pytest.mark.full))
+        if is_first:
+            groups.add(group)
     return found
 
 
@@ -43,7 +40,7 @@ def reference(pool: WorkerPool) -> Reference:
     return Reference(pool)
 
 
-@pytest.mark.parametrize("fault", in_turns())
+@pytest.mark.parametrize("fault", cases())
 def test_the_fault_is_caught_by_the_check_that_names_it(
     pool: WorkerPool, reference: Reference, fault: Fault, tmp_path: Path
 ) -> None:
@@ -63,7 +60,7 @@ def test_the_fault_is_caught_by_the_check_that_names_it(
 
 def neighbours(fault: Fault) -> list[str]:
     """The checks that follow the fault's own in its group, in a circle."""
-    if not fault.is_narrow or zlib.crc32(fault.name.encode()) % TURNS:
+    if not fault.is_narrow:
         return []
     group = [check for check in CHECKS.values() if check.group == CHECKS[fault.caught_by].group]
     start = [check.name for check in group].index(fault.caught_by)

@@ -46,6 +46,7 @@ def test_its_readme_names_its_files():
     assert named == sources | {"tests/test_conformance.py"}
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("strategy", ["tiny", "tiny_lightning"])
 def test_it_trains_as_one_process_does_and_fsdp_reads_its_checkpoint(pool, tmp_path, strategy):
     alone = pool.run(jobs.train, strategy, tmp_path / "alone", world_size=1)[0]
@@ -65,6 +66,7 @@ def test_it_refuses_an_option_out_of_range(pool):
     ]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("bucket_megabytes", [25.0, 1e-6])
 def test_gradients_of_several_dtypes_are_averaged_in_buckets_of_any_size(pool, bucket_megabytes):
     for seen in pool.run(jobs.average, bucket_megabytes, world_size=3, init="gloo"):

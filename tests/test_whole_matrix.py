@@ -60,6 +60,7 @@ def runs(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(pool, tmp_path_factory.mktemp("gen"))
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("strategy", ENGINES)
 def test_every_kind_gives_the_numbers_of_one_process(runs: Runs, strategy: str) -> None:
     devices = 3 if strategy == "fsdp_auto" else 2

@@ -12,7 +12,7 @@ import pytest
 
 from nodes.laboratory import Laboratory, why_not
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.nodes]
 
 RECEIVE = """
 import socket, sys

@@ -21,7 +21,7 @@ import pytest
 
 from nodes.laboratory import Ended, Laboratory, Run, why_not
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.nodes]
 
 SCRIPT = str(Path(__file__).with_name("train.py"))
 STARTUP = str(Path(__file__).parents[1] / "startup")

@@ -1,6 +1,6 @@
 """Ray in the laboratory: a raylet on each node, with its own address and hostname, and a script on node 0.
 
-Two strategies are always tried, the others of `nox -s nodes` where NNX_MATRIX is ``full`` when it begins.
+Two strategies are always tried; the cases of the others are marked `slow`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from nodes.laboratory import Ended, Laboratory, Node, Run, why_not
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
     pytest.mark.full,
+    pytest.mark.nodes,
     pytest.mark.timeout(300),
 ]
 

@@ -1,12 +1,69 @@
-"""What a plugin's own test suite needs: a class for each strategy that it provides."""
+"""A plugin's own test suite: a class for each strategy that it provides.
+
+The markers choose the checks of this repository's default run. Another plugin's suite needs none.
+"""
+
+import pytest
 
 from nnx_conformance import StrategyConformance
 
 
+@pytest.mark.quick(
+    checks=(
+        *("parameter_groups_edited", "manual_optimization", "forward_without_backward"),
+        *(
+            "several_optimizers_toggled",
+            "ranks_start_with_equal_weights",
+            "clip_with_accumulation",
+            "shards_gradients",
+        ),
+        *("precision_16_true", "overflow_on_one_rank", "evaluation_with_the_same_trainer"),
+        *("validation_keeps_training_unchanged", "last_batch_of_one_sample", "uneven_dimensions"),
+        *("mixed_dtypes", "tied_repeated_layers", "unused_parameters", "embeddings_and_convolutions"),
+        *(
+            "generic_lightning_module",
+            "dropout_differs_by_rank",
+            "buffers_in_test_after_fit",
+            "built_in_configure_model",
+        ),
+        *(
+            "wrap_in_configure_model",
+            "classes_during_training",
+            "classes_after_training",
+            "pickle_after_training",
+        ),
+        *("weight_decay_by_name", "stochastic_weight_averaging", "backbone_finetuning"),
+        *(
+            "losses_across_nodes",
+            "spec_has_description",
+            "spec_is_plain_data",
+            "fabric_loop",
+            "fabric_checkpoint",
+        ),
+        *(
+            "error_on_one_rank",
+            "error_before_first_forward",
+            "no_leftover_process_groups",
+            "torch_settings_restored",
+        ),
+        "no_leftover_tensors",
+    ),
+    groups=("checkpoints",),
+    adapter=True,
+)
 class TestTiny(StrategyConformance):
     strategy = "tiny"
 
 
+@pytest.mark.quick(
+    checks=(
+        *("parameter_groups_edited", "manual_accumulation", "several_optimizers_toggled", "clip_by_norm"),
+        *("shards_gradients", "precision_16_mixed", "parameters_keep_identity", "pickle_after_training"),
+        *("weight_averaging", "backbone_finetuning", "resume_under_ddp", "options_match_engine"),
+        *("error_on_one_rank", "two_trainers"),
+    ),
+    adapter=True,
+)
 class TestTinyLightning(StrategyConformance):
     """The same arithmetic, so tried here is what this one has of its own: steps, collectives, checkpoints.
 

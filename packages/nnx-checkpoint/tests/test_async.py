@@ -372,6 +372,7 @@ def test_a_removal_that_fails_is_logged(
 # --- several ranks ------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_save_what_they_had_when_they_were_asked(
     pool: WorkerPool, tmp_path: Path, world_size: int
@@ -383,6 +384,7 @@ def test_ranks_save_what_they_had_when_they_were_asked(
     assert pool.run(checkpoint_jobs.load_all, path, world_size=2, init="gloo") == [[], []]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("fault", ["file size limit", "shape", "gap", "opaque", "name"])
 def test_a_fault_on_one_rank_is_raised_by_wait_on_all(pool: WorkerPool, tmp_path: Path, fault: str) -> None:
     path = tmp_path / "a"
@@ -399,6 +401,7 @@ def _without_ids(text: str) -> str:
     return re.sub(r"/20\d{6}T[^/']*", "/ID", text)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("fail", [False, True])
 @pytest.mark.parametrize("slow_rank", [0, 1])
 def test_all_ranks_notice_the_end_at_the_same_poll(

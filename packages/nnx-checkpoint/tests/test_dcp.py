@@ -18,6 +18,7 @@ from nnx_test_helpers import checkpoint_jobs
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 3), (3, 2)])
 def test_bare_dcp_saves_and_loads_at_any_world_size(
     pool: WorkerPool, tmp_path: Path, writers: int, readers: int

@@ -37,6 +37,7 @@ def save(path: Path, **more: Any) -> None:
     nnx_checkpoint.save(path, tensors={"w": shard_of(torch.ones(3))}, **{"objects": {}, **more})
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

@@ -20,8 +20,6 @@ from nnx_checkpoint.writing.collecting import collect_garbage
 from nnx_conformance.pool import WorkerPool
 from nnx_core.errors import CheckpointError
 
-FULL = os.environ.get("NNX_MATRIX") == "full"
-
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
@@ -31,11 +29,18 @@ def memory() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "in the background"])
-def test_a_fault_of_any_operation_loses_nothing(memory: Path, in_background: bool) -> None:
-    every = 1 if FULL else 5 if in_background else 2  # 2 leaves alternate faults out, but no operation
+@pytest.mark.parametrize(
+    ("in_background", "every"),
+    [
+        pytest.param(False, 2, id="waiting"),  # leaves alternate faults out, but no operation
+        pytest.param(True, 5, id="in the background"),
+        pytest.param(False, 1, id="waiting, every fault", marks=pytest.mark.full),
+        pytest.param(True, 1, id="in the background, every fault", marks=pytest.mark.full),
+    ],
+)
+def test_a_fault_of_any_operation_loses_nothing(memory: Path, in_background: bool, every: int) -> None:
     tried, counts, _ = failing_disk.fail_everywhere(
-        memory / "a", in_background=in_background, full=FULL, every=every
+        memory / "a", in_background=in_background, full=every == 1, every=every
     )
     print(f"{tried} faults of {sum(counts.values())} operations: {counts}")
     assert {"open", "write", "pwrite", "ftruncate", "fsync", "replace", "mkdir", "close", "flock"} <= {
@@ -46,9 +51,8 @@ def test_a_fault_of_any_operation_loses_nothing(memory: Path, in_background: boo
 
 @pytest.mark.full
 def test_a_fault_on_one_rank_reaches_both(pool: WorkerPool, memory: Path) -> None:
-    every = (1, 1) if FULL else (4, 2)
     for tried, failures in pool.run(
-        failing_disk.fail_on_one_rank, str(memory / "a"), every, world_size=2, init="gloo"
+        failing_disk.fail_on_one_rank, str(memory / "a"), world_size=2, init="gloo"
     ):
         print(f"{tried} faults on one of two ranks, {failures} of them failed the save")
         assert tried > 40
@@ -125,7 +129,7 @@ def test_a_reader_whose_save_is_replaced_at_any_operation_reads_the_new_one(memo
         nnx_checkpoint.open_checkpoint(path)
         nnx_checkpoint.verify(path)
     version, total = 1, sum(calls.values())
-    for step in range(1, total + 1, 1 if FULL else 2):
+    for step in range(1, total + 1):
         count = 0
 
         def overwrite(_name: str, _number: int, step: int = step, version: int = version) -> None:
@@ -148,7 +152,7 @@ def test_a_signal_that_saves_in_the_middle_of_a_save_harms_neither(memory: Path)
         save(path, 2)
     previous = signal.signal(signal.SIGUSR2, lambda *_: save(other, version))
     try:
-        for step in range(1, sum(calls.values()) + 1, 1 if FULL else 3):
+        for step in range(1, sum(calls.values()) + 1):
             version, count = step + 2, 0
 
             def interrupt(_name: str, _number: int, step: int = step) -> None:

@@ -205,6 +205,7 @@ def test_objects_that_were_pickled_are_bounded_too(tmp_path: Path) -> None:
         _ = nnx_checkpoint.open_checkpoint(path).objects
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize(
     ("made", "zipped"), [(b"]", True), (b"N", True), (b"(", False), (b"]\x85", True), (b"}", False)]
 )

@@ -49,6 +49,7 @@ def test_a_kill_before_any_file_operation_loses_nothing(tmp_path: Path, mode: li
     assert result["new"] > 3
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize(("how", "count"), [("TERM", 3), ("STOP", 1)])
 def test_a_saver_that_is_ended_or_stopped_loses_nothing_and_keeps_nobody(
     tmp_path: Path, how: str, count: int

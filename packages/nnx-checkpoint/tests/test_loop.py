@@ -82,6 +82,7 @@ def sharded(path: str, *, saves: bool) -> list[float]:
     return train(net, optimizer, range(2, 5))
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("saving", "loading"), [(2, 1), (1, 3)])
 def test_what_some_processes_saved_others_load(
     pool: WorkerPool, tmp_path: Path, saving: int, loading: int

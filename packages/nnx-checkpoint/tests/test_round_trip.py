@@ -24,6 +24,7 @@ def saved(request: pytest.FixtureRequest, pool: WorkerPool, tmp_path_factory: py
     return root
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("readers", SIZES)
 @pytest.mark.parametrize("writers", SIZES)
 def test_every_tensor_comes_back_at_every_world_size(
@@ -33,6 +34,7 @@ def test_every_tensor_comes_back_at_every_world_size(
     assert pool.run(checkpoint_jobs.load_all, path, world_size=readers, init="gloo") == [[]] * readers
 
 
+@pytest.mark.quick(every=6)
 def test_what_was_saved_verifies(saved: Path) -> None:
     for size in SIZES:
         assert nnx_checkpoint.verify(saved / str(size)) == []

@@ -677,6 +677,7 @@ def save_and_load(path: str) -> list[str]:
     return []
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("size", [2, 3])
 def test_everything_comes_back_over_real_processes(pool: WorkerPool, tmp_path: Path, size: int) -> None:
     assert pool.run(save_and_load, str(tmp_path), world_size=size, init="gloo") == [[]] * size

@@ -8,6 +8,8 @@ conformance NAME` tries everything.
 
 from __future__ import annotations
 
+import pytest
+
 from nnx_conformance import StrategyConformance
 
 UNITS = {"min_num_params": 100}
@@ -15,12 +17,35 @@ STREAMED = {"min_num_params": 1, "placement_policy": "streamed"}
 MIXED = {**UNITS, "offload_fraction": 0.6, "stream_fraction": 0.3}
 
 
+@pytest.mark.quick(
+    checks=(
+        *("parameter_groups", "manual_accumulation_no_sync", "several_optimizers_clipped"),
+        *("losses_float64", "clip_by_value", "shards_parameters", "precision_64_true"),
+        *("precision_bf16_mixed", "evaluation_after_fit", "validation_sees_current_weights"),
+        *(
+            "smaller_last_batch",
+            "evaluation_batch_size_differs",
+            "non_contiguous_parameters",
+            "tied_parameters",
+        ),
+        *("partly_frozen_layers", "nested_containers", "parametrized_layers", "user_hooks"),
+        *(
+            "buffers_in_validation",
+            "unseeded_ranks_start_equal",
+            "optimizer_created_in_init",
+            "names_after_training",
+        ),
+        *("hooks_on_submodules", "deepcopy_after_training", "ema_by_name", "ema_weight_averaging"),
+        *("base_finetuning", "fabric_module"),
+    ),
+)
 class TestColossalAI(StrategyConformance):
     strategy = "colossalai"
     options = MIXED
     only = ("numbers", "stages", "models", "lightning_api")
 
 
+@pytest.mark.full
 class TestColossalAIHabits(StrategyConformance):
     """What ranks use, and what is attached to parameters; the rest is FSDP2's, which tries it."""
 
@@ -63,18 +88,23 @@ class TestColossalAISkippedBlocks(StrategyConformance):
     only = ("skipped_blocks",)
 
 
+@pytest.mark.quick(checks=("manual_optimization", "precision_16_true"))
 class TestColossalAICpu(StrategyConformance):
     strategy = "colossalai_cpu"
     options = UNITS
     only = ("numbers",)
 
 
+@pytest.mark.quick(checks=("large_layers", "synchronized_batch_norm"))
 class TestColossalAICuda(StrategyConformance):
     strategy = "colossalai_cuda"
     options = UNITS
     only = ("models",)
 
 
+@pytest.mark.quick(
+    checks=("accumulation", "precision_64_true", "ties_survive_training", "parametrized_layers")
+)
 class TestColossalAIAlone(StrategyConformance):
     """One rank, whose engine is another one."""
 

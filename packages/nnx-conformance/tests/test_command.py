@@ -134,6 +134,7 @@ def test_json_is_alone_on_standard_output(nnx_conformance: Command) -> None:
     assert lines(error)[0].startswith("FAILED numbers losses_float32 ")
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

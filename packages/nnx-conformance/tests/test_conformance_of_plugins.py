@@ -149,6 +149,7 @@ def test_an_engine_that_is_imported_together_with_lightning_is_noticed(
         CHECKS["name_known_without_import"].run(bench(tmp_path))
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("name", [*OF_PLUGINS, "name_known_without_import"])
 def test_a_class_that_no_distribution_declares_is_not_asked(
     pool: WorkerPool, name: str, tmp_path: Path

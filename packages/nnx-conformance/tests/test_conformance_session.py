@@ -160,6 +160,7 @@ def test_a_check_that_has_nothing_to_try_is_skipped(verdict: Callable[..., Resul
     assert (result.verdict, result.detail) == ("skipped", "there is no engine in it")
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
@@ -179,6 +180,7 @@ def test_what_is_declared_true_and_fails_has_failed(verdict: Callable[..., Resul
     assert verdict(breaks, requires=("clip_by_norm",)).verdict == "failed"
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("strategy", "kind", "what"),
     [
@@ -261,6 +263,7 @@ def test_numbers_are_compared_at_three_ranks_only_where_everything_is_tried(pool
     assert sizes == [(2,), (2, 3)]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("most", "ranks"), [(3, 2), (2, 2), (1, 1)])
 def test_checks_run_on_two_ranks_or_on_one(pool: WorkerPool, most: int, ranks: int) -> None:
     seen: list[int] = []
@@ -276,6 +279,7 @@ def test_checks_run_on_two_ranks_or_on_one(pool: WorkerPool, most: int, ranks: i
     assert (result.verdict, seen) == ("passed", [ranks] * 3), result.detail
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("run", [Bench.run, Bench.run_once])
 def test_a_check_that_takes_several_ranks_is_skipped_where_one_is_tried(
     pool: WorkerPool, run: Callable[..., list[object]]
@@ -297,6 +301,7 @@ def test_an_unknown_name_is_explained_without_starting_workers() -> None:
         Session(Subject("tinny"), pool=WorkerPool(size=0))
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("subject", "message"),
     [
@@ -331,6 +336,7 @@ def test_a_traceback_is_told_in_one_line(text: str, expected: str) -> None:
     assert exception_in(text) == expected
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("strategy", "verdict", "detail"),
     [
@@ -357,6 +363,7 @@ def test_a_user_pattern_works_or_is_refused_with_a_remedy_as_declared(
     assert (result.verdict, detail in result.detail) == (verdict, True), result.detail
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("strategy", "verdict", "detail"),
     [

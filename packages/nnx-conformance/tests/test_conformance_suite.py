@@ -6,6 +6,7 @@ import pytest
 
 from nnx_conformance.check import all_checks
 from nnx_conformance.runner import select_checks
+from nnx_conformance.suite import UndeclaredCapability
 
 pytest_plugins = ("pytester",)
 
@@ -34,7 +35,8 @@ class TestIsModest(StrategyConformance):
 def test_each_promise_is_a_test_that_passes_fails_skips_or_warns(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_mine=MODULE)
     # In this process, so that the workers are shared.
-    result = pytester.runpytest_inprocess("-k", CLIPPING, "-p", "no:cacheprovider", "-rs")
+    shown = f"always::{UndeclaredCapability.__module__}.UndeclaredCapability"  # under any PYTHONWARNINGS
+    result = pytester.runpytest_inprocess("-k", CLIPPING, "-p", "no:cacheprovider", "-rs", "-W", shown)
     result.assert_outcomes(passed=2, failed=1, skipped=1, warnings=1, deselected=4 * (len(FAST) - 1))
     promise = next(check.promise for check in all_checks() if check.name == CLIPPING)
     result.stdout.fnmatch_lines(

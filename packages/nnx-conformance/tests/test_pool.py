@@ -107,6 +107,7 @@ def test_a_rank_that_dies_is_reported_and_replaced() -> None:
         assert own.run(pool_jobs.sum_of_ranks, init="gloo") == [(2, 3.0), (2, 3.0)]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("deaf", [False, True])
 def test_a_rank_that_hangs_is_reported_with_its_stack_and_killed(pool: WorkerPool, deaf: bool) -> None:
     (before,) = pool.run(pool_jobs.describe, world_size=1)

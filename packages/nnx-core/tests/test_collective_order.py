@@ -69,6 +69,7 @@ def deviate(other: str) -> tuple[str, float]:
     return "nothing was raised", 0.0
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("other", "seen"),
     [

@@ -16,6 +16,12 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 PARTS = {"persistence_threshold": 0}
 
 
+@pytest.mark.quick(
+    checks=(
+        *("clip_by_norm", "overflow_on_one_rank", "validation_sees_current_weights", "parametrized_layers"),
+        *("empty_init", "weight_averaging"),
+    ),
+)
 class TestStage3(StrategyConformance):
     strategy = "nnx_deepspeed_3"
     options = PARTS
@@ -73,6 +79,7 @@ class TestStage3(StrategyConformance):
     )
 
 
+@pytest.mark.quick(checks=("clip_by_norm",))
 class TestStage1(StrategyConformance):
     strategy = "nnx_deepspeed_1"
     only = (
@@ -87,6 +94,7 @@ class TestStage1(StrategyConformance):
     )
 
 
+@pytest.mark.quick(checks=("parameter_groups", "clip_by_value", "shards_gradients", "ema_by_name"))
 class TestStage2(StrategyConformance):
     strategy = "nnx_deepspeed_2"
     only = (
@@ -110,6 +118,7 @@ class TestStage2WithWrappedOptimizers(StrategyConformance):
     only = ("wrapper_optimizer",)
 
 
+@pytest.mark.full
 class TestStage3OnTheHost(StrategyConformance):
     strategy = "nnx_deepspeed_3_cpu"
     options = PARTS

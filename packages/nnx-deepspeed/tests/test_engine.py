@@ -40,6 +40,7 @@ WHOLE = ("nnx_deepspeed_3", {})
 HOST = ("nnx_deepspeed_3_cpu", PARTS)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -77,6 +78,7 @@ def test_what_deepspeed_cannot_train_is_refused_on_every_rank(
         assert error.startswith("UnsupportedError")
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -122,6 +124,7 @@ def test_an_optimizer_of_the_host_is_refused_where_the_state_is_on_a_device() ->
         refuse_unfit(optimizer, config={}, device=torch.device("cuda", 0))
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("strategy", "options"), [*STAGES, WHOLE, HOST])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_weights_written_through_data_count_from_then_on(
@@ -135,6 +138,7 @@ def test_weights_written_through_data_count_from_then_on(
         assert largest <= 0.1004  # 0.1 as bfloat16
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("strategy", "options"), STAGES)
 def test_the_optimizer_steps_by_hand_after_fit(
     pool: WorkerPool, strategy: str, options: dict[str, int]
@@ -146,6 +150,7 @@ def test_the_optimizer_steps_by_hand_after_fit(
             torch.testing.assert_close(mine, other, atol=2e-5, rtol=0)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("strategy", "options"), STAGES)
 @pytest.mark.parametrize(
     ("precision", "optimizer"), [("32-true", "adamw"), ("bf16-mixed", "adamw"), ("32-true", "sgd")]
@@ -168,6 +173,7 @@ def test_what_a_step_does_not_use_stays_as_it_is(
         assert torch.equal(found["pooler.weight"], weights["pooler.weight"])
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("strategy", "options"), [*STAGES[:2], WHOLE])
 def test_layers_called_in_an_order_of_each_ranks_own_train_as_under_ddp(
     pool: WorkerPool, strategy: str, options: dict[str, int]
@@ -199,6 +205,7 @@ def test_buckets_are_no_larger_than_what_is_reduced() -> None:
     assert config["zero_optimization"]["reduce_bucket_size"] == 200_000_000
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("strategy", "options"), [*STAGES, HOST])
 def test_masters_of_16_bit_weights_begin_exact(
     pool: WorkerPool, strategy: str, options: dict[str, int]
@@ -207,6 +214,7 @@ def test_masters_of_16_bit_weights_begin_exact(
     assert pool.run(masters, run, world_size=2) == [(True, True)] * 2
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("strategy", "options"), [*STAGES, HOST])
 def test_a_resumed_run_with_16_bit_weights_goes_on_as_if_it_had_not_stopped(
     pool: WorkerPool, tmp_path: Path, strategy: str, options: dict[str, int]
@@ -229,6 +237,7 @@ needs_cpu_adam = pytest.mark.skipif(
 )
 
 
+@pytest.mark.quick(every=6)
 @needs_cpu_adam
 @pytest.mark.parametrize(("strategy", "options"), [STAGES[1], STAGES[2], HOST])
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 0.02)])

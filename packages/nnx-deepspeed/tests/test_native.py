@@ -17,6 +17,7 @@ STEPS = 8
 """Of two epochs; the directories are of the end of the first."""
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("strategy", STAGES)
 @pytest.mark.parametrize("name", ["zero2_world2_lightning", "zero3_world2_lightning"])
 def test_what_deepspeed_saved_goes_on_as_it_did_there(pool: WorkerPool, name: str, strategy: str) -> None:

@@ -43,12 +43,25 @@ OF_UNITS = (
 )
 
 
+@pytest.mark.quick(
+    checks=(
+        *(
+            "manual_closure",
+            "gradients_zeroed_in_place",
+            "fit_again_with_new_trainer",
+            "parameters_used_sometimes",
+        ),
+        *("activation_checkpointing", "wrap_shards_layers", "plain_parameters_after_training"),
+        "fabric_accumulation",
+    ),
+)
 class TestFairscaleFsdp(StrategyConformance):
     strategy = "fairscale_fsdp"
     options = UNITS
     only = (*OF_EVERY_ENGINE, *OF_UNITS)
 
 
+@pytest.mark.full
 class TestFairscaleFsdpHabits(StrategyConformance):
     """What is attached to parameters, or assigned to them."""
 
@@ -82,11 +95,13 @@ class TestFairscaleFsdpWithoutUnits(StrategyConformance):
     )
 
 
+@pytest.mark.quick(checks=("plain_parameters_after_training",))
 class TestFairscaleOss(StrategyConformance):
     strategy = "fairscale_oss"
     only = OF_EVERY_ENGINE
 
 
+@pytest.mark.quick(checks=("clip_with_accumulation", "shards_optimizer", "precision_16_mixed"))
 class TestFairscaleSharded(StrategyConformance):
     strategy = "fairscale_sharded"
     only = (

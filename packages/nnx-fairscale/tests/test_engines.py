@@ -51,12 +51,14 @@ def _differences(pool: WorkerPool, loop: Loop, *, devices: int = 2) -> tuple[flo
     return max(losses), max(weights)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("case", CASES)
 def test_an_engine_trains_exactly_as_ddp_on_two_ranks(pool: WorkerPool, case: str) -> None:
     # With two ranks every sum has two summands, which round alike in any order.
     assert _differences(pool, CASES[case]) == (0.0, 0.0)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("case", ["fsdp, units by class", "oss", "sharded"])
 def test_accumulated_and_clipped_an_engine_trains_as_ddp(pool: WorkerPool, case: str, devices: int) -> None:
@@ -64,6 +66,7 @@ def test_accumulated_and_clipped_an_engine_trains_as_ddp(pool: WorkerPool, case:
     assert max(_differences(pool, loop, devices=devices)) < 1e-6
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("more", [{}, {"fp32_reduce_scatter": True}])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_fairscales_own_mixed_precision_trains_nearly_as_ddp(
@@ -123,6 +126,7 @@ def test_weights_without_their_metadata_are_not_guessed(pool: WorkerPool, tmp_pa
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("strategy", ["fairscale_fsdp", "fairscale_oss", "fairscale_sharded"])
 def test_what_each_rank_has_of_its_own_is_refused(pool: WorkerPool, strategy: str) -> None:
     state = pool.run(refused, strategy, {}, Remembering, world_size=2)

@@ -48,6 +48,7 @@ def oss(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return path, pool.run(save_oss, str(path), world_size=2)[0]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("name", ["shards", "full.pt"])
 def test_a_model_is_loaded_from_what_fairscale_saved(saved: Saved, name: str) -> None:
     module = nnx.load_from_checkpoint(Net, saved.folder / name, run=Run())
@@ -56,6 +57,7 @@ def test_a_model_is_loaded_from_what_fairscale_saved(saved: Saved, name: str) ->
     assert [key for key, value in found.items() if not torch.equal(value, saved.weights[key])] == []
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("saved", [True], indirect=True, ids=["flat"])
 @pytest.mark.parametrize("name", ["shards", "full.pt"])
 def test_trainer_evaluates_the_weights_and_says_that_they_cannot_resume(
@@ -68,6 +70,7 @@ def test_trainer_evaluates_the_weights_and_says_that_they_cannot_resume(
         assert "checkpoint contains only the model" in error
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("fairscale_oss", 2), ("fairscale_sharded", 3), ("fairscale_fsdp", 2)]
 )
@@ -82,6 +85,7 @@ def test_fit_resumes_what_lightning_saved_of_oss(
     assert pool.run(losses_of, run, world_size=devices)[0] == pytest.approx(expected[STEP:], abs=1e-6)
 
 
+@pytest.mark.quick(every=6)
 def test_inspect_shows_the_weights_under_their_names(saved: Saved) -> None:
     shown = CliRunner().invoke(app, ["inspect", str(saved.folder / "shards")])
     print(shown.output)
@@ -142,6 +146,7 @@ DAMAGE: list[tuple[Callable[[Path, Any], None], int, str]] = [
 ]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("damage", "rank", "named"), DAMAGE)
 def test_damage_is_one_error_that_names_the_files(
     saved: Saved, tmp_path: Path, damage: Callable[[Path, Any], None], rank: int, named: str
@@ -154,6 +159,7 @@ def test_damage_is_one_error_that_names_the_files(
     assert named in str(caught.value)
 
 
+@pytest.mark.quick(every=6)
 def test_trainer_raises_it_on_every_rank(pool: WorkerPool, saved: Saved, tmp_path: Path) -> None:
     shards = copytree(saved.folder / "shards", tmp_path / "shards")
     _text(shards / "model-shard1.pt", None)

@@ -60,6 +60,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """What an option changes of units that are the layers."""
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("case", PROGRAMS)
 def test_an_old_program_trains_exactly_as_under_ddp(pool: WorkerPool, case: str) -> None:
     program, arguments = PROGRAMS[case]
@@ -76,6 +77,7 @@ def test_precision_16_trains_as_under_ddp(pool: WorkerPool) -> None:
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("case", EFFECTS)
 def test_an_argument_reaches_fairscale(pool: WorkerPool, case: str) -> None:
     options, expected = EFFECTS[case]

@@ -25,6 +25,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("strategy", "options", "settings"), OPTIONS.values(), ids=list(OPTIONS))
 def test_each_rank_may_use_parameters_of_its_own(
     pool: WorkerPool, strategy: str, options: dict[str, Any], settings: dict[str, Any]

@@ -7,6 +7,8 @@ checkpoints are in `tests/test_resume_matrix.py`.
 
 from __future__ import annotations
 
+import pytest
+
 from nnx_conformance import StrategyConformance
 from nnx_conformance.runner import select_checks
 
@@ -15,6 +17,42 @@ LISTED = ("experts_in_module_list", "experts_of_different_shapes")
 SKIPPED = ("skipped_blocks",)
 
 
+@pytest.mark.quick(
+    checks=(
+        *(
+            "adamw",
+            "parameter_group_added",
+            "manual_closure",
+            "manual_clipping",
+            "submodules_called_directly",
+        ),
+        *("accumulation", "gradients_zeroed_in_place", "shards_optimizer", "precision_bf16_true"),
+        *(
+            "clip_after_unscaling",
+            "fit_again_with_new_trainer",
+            "validation_while_gradients_accumulate",
+            "batch_size_differs_by_rank",
+        ),
+        *("scalar_parameters", "quantized_parameters", "ties_survive_training", "parameters_used_sometimes"),
+        *("recurrent_layers", "activation_checkpointing", "dropout_is_reproducible", "batch_norm"),
+        *("empty_init", "wrap_shards_layers", "submodules_keep_identity"),
+        *("plain_parameters_after_training", "state_dict_after_training", "gradient_norms_by_name"),
+        *(
+            "freezing_by_name",
+            "distributed_sampler_kwargs",
+            "optimizer_state_resumes",
+            "two_optimizers_resume",
+        ),
+        *("resume_from_ddp", "values_in_the_checkpoint"),
+    ),
+    groups=(
+        "user_patterns.gradients",
+        "user_patterns.state_dicts",
+        "user_patterns.writes_per_rank",
+        "nodes",
+        "lifecycle",
+    ),
+)
 class TestFsdpAuto(StrategyConformance):
     """Without what needs `by_choice`, which the classes below give."""
 
@@ -39,6 +77,7 @@ class TestFsdpAutoSkippedBlocks(StrategyConformance):
     only = SKIPPED
 
 
+@pytest.mark.quick(checks=("parameters_used_sometimes", "batch_norm"))
 class TestFsdpManual(StrategyConformance):
     """Its units are the user's, or the module as a whole: it differs in what becomes of modules."""
 
@@ -46,6 +85,7 @@ class TestFsdpManual(StrategyConformance):
     only = ("models", "losses_float64", "accumulation", "clip_by_norm", "several_optimizers")
 
 
+@pytest.mark.quick(checks=("sgd_momentum", "scheduler_by_group", "nested_batches"))
 class TestFsdpOffload(StrategyConformance):
     """Parameters, gradients and moments are elsewhere: it differs in both."""
 
@@ -54,6 +94,7 @@ class TestFsdpOffload(StrategyConformance):
     only = ("numbers", "models")
 
 
+@pytest.mark.quick(checks=("parameter_groups", "shards_parameters"))
 class TestFsdpHybrid(StrategyConformance):
     """It shards the same units over part of the ranks: it differs in how gradients are summed."""
 

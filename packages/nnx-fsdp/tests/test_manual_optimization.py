@@ -20,6 +20,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 @pytest.mark.parametrize("model", [Adversaries, LookingAgain])
 def test_a_step_may_call_parts_and_forwards_as_it_likes(
@@ -31,6 +32,7 @@ def test_a_step_may_call_parts_and_forwards_as_it_likes(
     assert [outcome.notes["hooks"] for outcome in ranks] == [0, 0]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 def test_a_pipeline_that_splits_the_backward_is_refused_before_a_gradient_is_lost(
     pool: WorkerPool, options: dict[str, Any]
@@ -40,6 +42,7 @@ def test_a_pipeline_that_splits_the_backward_is_refused_before_a_gradient_is_los
     assert "Use Schedule1F1B or ScheduleInterleaved1F1B" in str(caught.value)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 def test_a_pipeline_that_does_not_has_the_numbers_of_one_process(
     pool: WorkerPool, options: dict[str, Any]

@@ -43,6 +43,7 @@ def _check(
     return results[0][1]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_fsdp_auto_shards_the_repeated_blocks_and_the_root(
     pool: WorkerPool, expected: Outcome, devices: int
@@ -60,6 +61,7 @@ def test_names_of_parameters_do_not_change(pool: WorkerPool, expected: Outcome) 
     assert [name for name in expected.weights if name not in ("scale", *TIED)] == seen["names"]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("model", ["wrapped", "sharded"])
 def test_manual_wrapping_shards_what_is_wrapped_and_leaves_the_rest_to_the_root(
     pool: WorkerPool, model: str
@@ -97,6 +99,7 @@ def test_hybrid_on_one_node_is_plain_sharding(pool: WorkerPool, expected: Outcom
     assert _check(pool, expected, Run(strategy="fsdp_hybrid", options=BLOCKS))["mesh"] == {(1, 2)}
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("classes", [Block, [Block], [Block, torch.nn.Linear]], ids=["one", "list", "two"])
 def test_activation_checkpointing_runs_the_forwards_again_and_changes_no_number(
     pool: WorkerPool, expected: Outcome, classes: Any
@@ -108,6 +111,7 @@ def test_activation_checkpointing_runs_the_forwards_again_and_changes_no_number(
     assert calls >= 2 * plain_calls == 2 * 4 * 3
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("options", [BLOCKS, {}], ids=["units", "one unit"])
 def test_compiled_units_train_alike(pool: WorkerPool, expected: Outcome, options: dict[str, Any]) -> None:
     compiled = {**options, "compile": {"backend": counting_compiler}}
@@ -116,6 +120,7 @@ def test_compiled_units_train_alike(pool: WorkerPool, expected: Outcome, options
         assert graphs > 0
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("policy", [Block, [Block], {Block}, lambda module: isinstance(module, Block)])
 def test_the_user_may_name_the_units(pool: WorkerPool, expected: Outcome, policy: Any) -> None:
     if callable(policy) and not isinstance(policy, type):
@@ -170,6 +175,7 @@ def test_a_second_dtype_is_replicated_and_strides_come_back(pool: WorkerPool) ->
             torch.testing.assert_close(outcome.weights[name], expected.weights[name], check_stride=True)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("strategy", ["fsdp_auto", "fsdp_manual"])
 def test_a_model_built_on_the_meta_device_is_materialised_alike_on_all_ranks(
     pool: WorkerPool, strategy: str
@@ -221,6 +227,7 @@ def test_evaluation_in_every_order_equals_one_process(pool: WorkerPool) -> None:
     assert sum(report["predict"] for report in reports) == pytest.approx(expected["predict"], rel=1e-4)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("run", "message"),
     [

@@ -16,6 +16,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("strategy", "options"), ENGINES.values(), ids=list(ENGINES))
 @pytest.mark.parametrize("model", [Attached, Written, Differentiated])
 def test_what_is_attached_read_and_written_counts_as_in_one_process(

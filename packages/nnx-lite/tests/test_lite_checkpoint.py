@@ -187,6 +187,7 @@ def test_objects_go_to_a_directory_and_plain_content_to_one_file(written: dict[s
     assert set(plain) == {"model", "optimizer", "epoch"} and "param_groups" in plain["optimizer"]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("form", "key"), [("raw", "state_dict"), ("dicts", "model")])
 def test_a_state_dict_goes_through_a_file_and_back(
     written: dict[str, Any], tmp_path: Path, form: str, key: str

@@ -41,6 +41,7 @@ def test_each_stage_gives_exactly_the_losses_of_plain_pytorch_on_one_process(
     assert run_stage(name, "auto", 1, EPOCHS) == losses_of_plain_pytorch
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_auto"])
 @pytest.mark.parametrize("name", STAGES)
 def test_each_stage_on_two_processes_gives_the_losses_of_one(

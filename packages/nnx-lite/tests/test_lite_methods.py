@@ -196,6 +196,7 @@ def collect(lite: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp_auto"])
 def test_collectives_and_samplers_of_two_processes(pool: WorkerPool, strategy: str) -> None:
     for rank, seen in enumerate(pool.run(talk, strategy, world_size=2)):

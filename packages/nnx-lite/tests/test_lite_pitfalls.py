@@ -49,6 +49,7 @@ def test_ranks_get_equally_many_batches_of_data_that_does_not_divide(pool: Worke
     assert [each["by Lite"] for each in lengths] == [4, 4]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_loss_is_that_of_all_ranks_once_it_is_reduced(pool: WorkerPool, strategy: str) -> None:
     expected = plain(1)[0]

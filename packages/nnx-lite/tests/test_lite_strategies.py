@@ -15,6 +15,7 @@ from nnx_conformance.pool import WorkerPool
 STRATEGIES = ["ddp", "fsdp_auto"]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_loop_under_lite_gives_the_losses_of_the_plain_loop_also_when_it_resumes(
     pool: WorkerPool, tmp_path: Path, strategy: str

@@ -7,9 +7,23 @@ They are one backend with different options, so what does not depend on these is
 
 from __future__ import annotations
 
+import pytest
+
 from nnx_conformance import StrategyConformance
 
 
+@pytest.mark.quick(
+    checks=(
+        *("sgd_momentum", "closure_called_twice", "manual_accumulation", "several_optimizers"),
+        *("losses_float32", "clip_by_norm", "scheduler_by_group", "precision_32_true", "precision_16_mixed"),
+        *("evaluation_before_fit", "evaluation_computes_no_gradients", "batch_size_changes"),
+        *("empty_parameters", "large_layers", "frozen_parameters", "layers_called_twice", "attention_layers"),
+        *("nested_batches", "buffers_keep_updates", "synchronized_batch_norm"),
+        *("built_on_meta_in_configure_model", "names_during_training", "parameters_keep_identity"),
+        *("no_leftover_attributes", "plain_pytorch_after_training", "weight_averaging"),
+        *("unfreezing_by_name", "fabric_names"),
+    ),
+)
 class TestNnScalerTp(StrategyConformance):
     strategy = "nnscaler_tp"
     only = (
@@ -26,6 +40,18 @@ class TestNnScalerTp(StrategyConformance):
     )
 
 
+@pytest.mark.quick(
+    checks=(
+        *(
+            "sgd_momentum",
+            "losses_float32",
+            "precision_16_mixed",
+            "batch_size_changes",
+            "layers_called_twice",
+        ),
+        "synchronized_batch_norm",
+    ),
+)
 class TestNnScalerPp(StrategyConformance):
     strategy = "nnscaler_pp"
     only = (
@@ -41,16 +67,21 @@ class TestNnScalerPpBetweenStages(StrategyConformance):
     only = ("bias_written_per_rank", "zeroed_loss_on_one_rank")
 
 
+@pytest.mark.quick(checks=("parameter_groups_edited", "shards_gradients"))
 class TestNnScalerDeduped(StrategyConformance):
     strategy = "nnscaler_deduped"
     only = ("numbers",)
 
 
+@pytest.mark.quick(
+    checks=(*("closure_called_twice", "precision_32_true", "empty_parameters", "buffers_keep_updates"),),
+)
 class TestNnScalerZero(StrategyConformance):
     strategy = "nnscaler_zero"
     only = ("numbers", "models", "gradients_read_on_rank_zero")
 
 
+@pytest.mark.quick(checks=("accumulation", "clip_after_unscaling"))
 class TestNnScalerDp(StrategyConformance):
     """Plain replicas: what adds their gradients up. `acceptance` holds them to ddp's bits."""
 

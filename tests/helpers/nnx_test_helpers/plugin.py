@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
+from nnx_test_helpers.selection import MARKERS, mark_full, select_named
 from nnx_test_helpers.sites import clean_names, run_python, site
 
-__all__ = ["clean_names", "out_of_the_world", "pool", "pytest_configure", "run_python", "site"]
+if TYPE_CHECKING:
+    from nnx_conformance.pool import WorkerPool
+
+__all__ = ["clean_names", "out_of_the_world", "pool", "run_python", "site"]
 
 _SET_BY_LAUNCHERS = (
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
@@ -19,18 +24,24 @@ _SET_BY_LAUNCHERS = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Know the marks, and let tests and their worker processes import what is in ``tests/jobs``.
+    """Declare the markers, and let tests and their worker processes import the modules of ``tests/jobs``.
 
     A package's folder has no settings of its own: pytest would read them in place of the monorepo's.
     """
     sys.path.insert(0, str(config.rootpath / "tests"))
-    where = "left to `nox -s full` and to shares of it (see tests/turns.py)"
-    config.addinivalue_line("markers", f"full: makes a matrix complete; {where}")
-    config.addinivalue_line("markers", "slow: takes long; left out by `nox -s nodes` but in NNX_MATRIX=full")
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
+    select_named(config)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by ``-m``
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases that the default run leaves out."""
+    mark_full(items)
 
 
 @pytest.fixture(scope="session")
-def pool():
+def pool() -> WorkerPool:
     """Up to four worker processes that stay warm for the whole session, the conformance suite's too."""
     from nnx_conformance.pool import shared_pool
 

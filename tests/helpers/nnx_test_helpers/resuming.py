@@ -7,7 +7,6 @@ strategies meet is said by each package's own test.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +21,6 @@ from nnx_conformance.pool import WorkerPool
 from nnx_test_helpers.engine_resume_jobs import run_and_save, tensors_of
 from nnx_test_helpers.training import Run
 
-FULL = os.environ.get("NNX_MATRIX") == "full"
 STEP, STEPS = 2, 4
 """Steps before the checkpoint, and in all. The last one's loss depends on the restored moments too."""
 UNITS = {"min_num_params": 100}
@@ -47,26 +45,34 @@ Pair = tuple[Cell, Cell]
 """Who saved, and who resumes."""
 
 
-def sizes_of_others(sizes: Sequence[int]) -> Sequence[int]:
-    """World sizes of other engines' strategies: what they save on three ranks costs most, and shows least."""
-    return sizes if FULL else sizes[:2]
-
-
 def cells(names: Sequence[str], sizes: Sequence[int]) -> list[Cell]:
     """Every strategy at every world size."""
     return list(product(names, sizes))
 
 
-def pairs(names: Sequence[str], others: Sequence[str], sizes: Sequence[int]) -> list[Pair]:
-    """Which of an engine's strategies resume one another, and strategies of other engines, and back.
+def sizes_of_others(sizes: Sequence[int]) -> Sequence[int]:
+    """Return the world sizes of other engines in `pairs`: three ranks cost most, and show least."""
+    return sizes[:2]
 
-    With NNX_MATRIX=full it is every cell with every other. By default any two meet once each way, at world
-    sizes that go round so that every cell is saved, and resumes; the others then have one or two ranks.
+
+def pairs(names: Sequence[str], others: Sequence[str], sizes: Sequence[int]) -> list[Pair]:
+    """Return the pairs of an engine's strategies, and of these with strategies of other engines, both ways.
+
+    Any two strategies meet once each way. World sizes go round, so that every cell is saved and resumes; the
+    other engines have one or two ranks.
     """
-    mine, theirs = cells(names, sizes), cells(others, sizes_of_others(sizes))
-    if FULL:
-        return [*product(mine, mine), *product(mine, theirs), *product(theirs, mine)]
     return [*_among(names, sizes), *_with(names, others, sizes)]
+
+
+def cases(names: Sequence[str], others: Sequence[str], sizes: Sequence[int]) -> list[Any]:
+    """Return the same pairs, and then every other pair of cells as a case marked `full`."""
+    chosen = pairs(names, others, sizes)
+    mine, theirs = cells(names, sizes), cells(others, sizes)
+    every = [*product(mine, mine), *product(mine, theirs), *product(theirs, mine)]
+    return [
+        *chosen,
+        *(pytest.param(*pair, marks=pytest.mark.full) for pair in every if pair not in chosen),
+    ]
 
 
 def _among(names: Sequence[str], sizes: Sequence[int]) -> list[Pair]:

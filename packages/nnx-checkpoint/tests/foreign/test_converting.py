@@ -72,6 +72,7 @@ def trained(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return path, pool.run(run_cell, run, 3 * STEP, world_size=2)[0]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("ddp_find_unused_parameters_true", 2), ("ddp", 1), ("auto", 1)]
 )
@@ -88,6 +89,7 @@ def test_a_merged_file_resumes_under_lightnings_own_strategies(
         assert seen.losses == pytest.approx(saved.losses[STEP:], abs=1e-5)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("to", ["safetensors", "nnx", "lightning"])
 def test_what_was_converted_resumes_under_a_sharded_strategy(
     pool: WorkerPool, tmp_path: Path, trained: tuple[Path, Any], to: str

@@ -178,12 +178,11 @@ def fail_everywhere(
     return tried, counts, left
 
 
-def fail_on_one_rank(path: str, every: tuple[int, int]) -> tuple[int, int]:
+def fail_on_one_rank(path: str) -> tuple[int, int]:
     """The operations of a save fail in turn on one rank of two; both must get the same error.
 
     Args:
         path: Where to save.
-        every: For each rank, which part of its operations is tried.
 
     Returns:
         How many faults were tried, and how many of them failed the save.
@@ -198,7 +197,7 @@ def fail_on_one_rank(path: str, every: tuple[int, int]) -> tuple[int, int]:
         (victim, name, number)
         for victim in range(size)
         for name, count in counts[victim].items()
-        for number in range(1, count + 1, every[victim])
+        for number in range(1, count + 1)
     ]
     version, failures = 2, 0
     for place, (victim, name, number) in enumerate(faults):

@@ -57,6 +57,7 @@ def test_an_option_that_makes_no_sense_is_refused_before_anything_starts(
         assert text in str(caught.value)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize(
     ("options", "named"),
@@ -85,6 +86,7 @@ def test_constraints_that_contradict_each_other_or_the_model_are_named_together(
 # --- budgets --------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_device_too_small_for_the_largest_layer_is_named_with_bytes_and_knob(
     pool: WorkerPool, devices: int
@@ -99,6 +101,7 @@ def test_a_device_too_small_for_the_largest_layer_is_named_with_bytes_and_knob(
         assert "device_memory" in last
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_host_too_small_for_what_the_device_cannot_hold_is_named_too(
     pool: WorkerPool, devices: int
@@ -115,6 +118,7 @@ def test_a_host_too_small_for_what_the_device_cannot_hold_is_named_too(
 # --- out of memory in a step ----------------------------------------------------------------------
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_out_of_memory_in_a_step_moves_the_plan_down_and_changes_no_number(
     pool: WorkerPool, devices: int
@@ -137,6 +141,7 @@ def test_a_device_that_shrinks_while_training_moves_the_plan_down(pool: WorkerPo
     assert seen["digest"] == expected["digest"]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_out_of_memory_that_no_plan_avoids_says_so_on_every_rank(pool: WorkerPool, devices: int) -> None:
     found = failures(pool, {}, devices, exhausted=(2, 100, None), capacity=ENOUGH)

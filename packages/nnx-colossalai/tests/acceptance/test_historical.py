@@ -3,12 +3,11 @@
 In the order of `shared/facts/colossalai.md` §1b. The reference is a plain loop over float32 masters.
 By default the torch optimizers meet two policies each, and each policy two of them, and so do precisions and
 ways of clipping: the same float32 masters are clipped and stepped wherever a policy puts them, which the
-mixes of tiers hold to the bit. With NNX_MATRIX=full all meet all.
+mixes of tiers hold to the bit. The other pairs are marked `full`.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -44,11 +43,13 @@ MIXED = ("16-mixed", "bf16-mixed")
 CLIPPED = {"value": 0.01, "norm": 0.1}
 
 
-def in_turns(rows: tuple[str, ...], columns: tuple[str, ...]) -> list[tuple[str, str]]:
-    """All pairs with NNX_MATRIX=full; else every other one, so that each row and each column has some."""
-    full = os.environ.get("NNX_MATRIX") == "full"
+def pairs(rows: tuple[str, ...], columns: tuple[str, ...]) -> list[Any]:
+    """Return all pairs, every other one marked `full`: the default run tries each row and each column."""
     numbered = product(enumerate(rows), enumerate(columns))
-    return [(row, column) for (i, row), (j, column) in numbered if full or (i + j) % 2 == 0]
+    return [
+        pytest.param(row, column, marks=pytest.mark.full if (i + j) % 2 else ())
+        for (i, row), (j, column) in numbered
+    ]
 
 
 @cache
@@ -131,7 +132,8 @@ def test_the_strategy_is_given_as_an_object_with_any_precision() -> None:
 # --- test_gradient_clip_algorithm_error -----------------------------------------------------------
 
 
-@pytest.mark.parametrize(("algorithm", "policy"), in_turns(tuple(CLIPPED), POLICIES))
+@pytest.mark.quick(every=8)
+@pytest.mark.parametrize(("algorithm", "policy"), pairs(tuple(CLIPPED), POLICIES))
 def test_gradients_are_clipped_by_value_and_by_norm(pool: WorkerPool, policy: str, algorithm: str) -> None:
     settings = {"clip": CLIPPED[algorithm], "clip_algorithm": algorithm}
     expected = by_hand(**settings)
@@ -145,13 +147,14 @@ def test_gradients_are_clipped_by_value_and_by_norm(pool: WorkerPool, policy: st
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("optimizer", "policy"), in_turns(OPTIMIZERS, POLICIES))
+@pytest.mark.parametrize(("optimizer", "policy"), pairs(OPTIMIZERS, POLICIES))
 def test_the_optimizers_of_torch_are_accepted(pool: WorkerPool, policy: str, optimizer: str) -> None:
     for seen in trained(pool, policy, optimizer=optimizer):
         # torch has no fused RMSprop, and its loop over tensors rounds by their sizes.
         expect_the_same(seen, by_hand(optimizer=optimizer), exact=optimizer != "RMSprop")
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("policy", ["cuda", "cpu"])
 @pytest.mark.parametrize("optimizer", ["HybridAdam", "CPUAdam", "FusedAdam"])
 def test_the_optimizers_of_colossalai_keep_their_names(pool: WorkerPool, policy: str, optimizer: str) -> None:
@@ -170,6 +173,7 @@ def test_a_backward_of_the_modules_own_is_called(pool: WorkerPool) -> None:
 # --- test_configure_sharded_model_hook_not_overridden ---------------------------------------------
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("built", ["eagerly", "configure_model", "configure_sharded_model"])
 def test_the_model_is_built_wherever_one_likes(pool: WorkerPool, built: str, devices: int) -> None:
@@ -199,7 +203,8 @@ def test_the_test_metrics_are_those_of_the_checkpoint_at_every_world_size(
 # --- test_run_trainer_test_without_fit ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("precision", "policy"), in_turns(PRECISIONS, POLICIES))
+@pytest.mark.quick(every=6)
+@pytest.mark.parametrize(("precision", "policy"), pairs(PRECISIONS, POLICIES))
 def test_a_model_that_never_trained_is_tested(pool: WorkerPool, policy: str, precision: str) -> None:
     training = Training(options={"placement_policy": policy}, precision=precision)
     expected = untrained_by_hand(training)
@@ -225,7 +230,8 @@ def test_fit_and_test_in_16_bits_learn_as_the_plain_loop_does(pool: WorkerPool, 
         assert ranks[0][name] == pytest.approx(value, rel=1e-4), name
 
 
-@pytest.mark.parametrize(("precision", "policy"), in_turns(MIXED, POLICIES))
+@pytest.mark.quick(every=8)
+@pytest.mark.parametrize(("precision", "policy"), pairs(MIXED, POLICIES))
 def test_masters_in_mixed_precision_are_those_of_the_plain_loop_to_the_bit(
     pool: WorkerPool, policy: str, precision: str
 ) -> None:

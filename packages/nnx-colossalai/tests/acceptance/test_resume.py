@@ -1,12 +1,11 @@
 """Saved under any tiers at any world size, resumed under any other, under `fsdp_auto` and plain `ddp`.
 
-In 16-mixed, on simulated devices whose copies take random times. By default each source is resumed by a few
-targets that go round; with NNX_MATRIX=full by all of them.
+In 16-mixed, on simulated devices whose copies take random times. A few targets, which go round, resume each
+source; in the cases marked `full`, all targets do.
 """
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,9 +37,7 @@ CELLS = OURS + OTHERS
 
 
 def targets_of(source: Cell) -> list[Cell]:
-    """The cells that resume what a source saved."""
-    if os.environ.get("NNX_MATRIX") == "full":
-        return CELLS
+    """Return the few cells that resume a source's checkpoint."""
     turn = CELLS.index(source)
     if source in OTHERS:
         return [OURS[(4 * turn) % len(OURS)], OURS[(4 * turn + 7) % len(OURS)]]
@@ -81,10 +78,22 @@ def matrix(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Matrix
     return Matrix(pool, tmp_path_factory.mktemp("tiers"))
 
 
-@pytest.mark.parametrize("source", CELLS, ids=lambda cell: f"from-{cell[0]}-{cell[1]}")
-def test_masters_moments_steps_and_loss_scale_resume_to_the_bit(matrix: Matrix, source: Cell) -> None:
+@pytest.mark.quick(every=13)
+@pytest.mark.parametrize(
+    ("source", "targets"),
+    [
+        *(pytest.param(cell, targets_of(cell), id=f"from-{cell[0]}-{cell[1]}") for cell in CELLS),
+        *(
+            pytest.param(cell, CELLS, id=f"from-{cell[0]}-{cell[1]}-to-all", marks=pytest.mark.full)
+            for cell in CELLS
+        ),
+    ],
+)
+def test_masters_moments_steps_and_loss_scale_resume_to_the_bit(
+    matrix: Matrix, source: Cell, targets: list[Cell]
+) -> None:
     _, saved = matrix.saved(source)
-    for target in targets_of(source):
+    for target in targets:
         common = saved.scaler.keys()
         if (source in OURS) != (target in OURS):
             common &= {"scale", "_growth_tracker"}  # what torch's scaler and the historical one both have

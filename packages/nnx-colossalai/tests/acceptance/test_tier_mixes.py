@@ -3,14 +3,15 @@
 Every mix of tiers, stepped at once and in the background, at world sizes 1, 2 and 4, under 20 seeds of random
 delays of the simulated device; each seed goes with a recipe of training (precision, optimizer, clipping,
 accumulation, overflow). At world sizes 1 and 2 the reference is a loop written by hand, at 4 the first mix
-without delays. By default each cell meets a few of the seeds, which go round, and at world size 4 the mixes
-take turns at stepping in the background, which they all do at 1 and 2; with NNX_MATRIX=full everything.
+without delays. Each cell meets a few of the seeds, which go round, and at world size 4 the mixes take turns
+at stepping in the background, which they all do at 1 and 2. In the cases marked `full` every cell meets all
+seeds.
 """
 
 from __future__ import annotations
 
-import os
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -34,15 +35,17 @@ MIXES = {
 }
 OVERLAPS = ("none", "exact")
 SIZES = (1, 2, 4)
-FULL = os.environ.get("NNX_MATRIX") == "full"
+Cell = tuple[int, str, str]
+"""A world size, a mix, and when its chunks are stepped."""
+ALL_CELLS: list[Cell] = list(product(SIZES, MIXES, OVERLAPS))
 
 
 def has_its_turn(world_size: int, mix: str, overlap: str) -> bool:
-    """Whether a cell is trained by default: four processes on few cores take most of the time."""
-    return FULL or world_size < 4 or OVERLAPS.index(overlap) == list(MIXES).index(mix) % len(OVERLAPS)
+    """Whether a cell is trained with a few seeds: four processes on few cores take most of the time."""
+    return world_size < 4 or OVERLAPS.index(overlap) == list(MIXES).index(mix) % len(OVERLAPS)
 
 
-CELLS = [cell for cell in product(SIZES, MIXES, OVERLAPS) if has_its_turn(*cell)]
+CELLS = [cell for cell in ALL_CELLS if has_its_turn(*cell)]
 
 
 def recipe_of(seed: int) -> Recipe:
@@ -58,10 +61,8 @@ def recipe_of(seed: int) -> Recipe:
     )
 
 
-def seeds_of(cell: tuple[int, str, str]) -> list[int]:
-    """The seeds that a cell meets."""
-    if FULL:
-        return list(range(SEEDS))
+def seeds_of(cell: Cell) -> list[int]:
+    """Return the few seeds that a cell meets."""
     count = 1 if cell[0] == 4 else 2
     first = count * CELLS.index(cell)
     return [(first + number) % SEEDS for number in range(count)]
@@ -93,12 +94,26 @@ def references(pool: WorkerPool) -> References:
     return References(pool)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell[0]}-{cell[1].replace(' ', '_')}-{cell[2]}")
+def name_of(cell: Cell) -> str:
+    """Return a cell as the name of a case."""
+    return f"{cell[0]}-{cell[1].replace(' ', '_')}-{cell[2]}"
+
+
+@pytest.mark.quick(every=12)
+@pytest.mark.parametrize(
+    ("cell", "seeds"),
+    [
+        *(pytest.param(cell, seeds_of(cell), id=name_of(cell)) for cell in CELLS),
+        *(
+            pytest.param(cell, range(SEEDS), id=f"{name_of(cell)}-all-seeds", marks=pytest.mark.full)
+            for cell in ALL_CELLS
+        ),
+    ],
+)
 def test_masters_moments_and_losses_are_the_references_to_the_bit(
-    pool: WorkerPool, references: References, cell: tuple[int, str, str]
+    pool: WorkerPool, references: References, cell: Cell, seeds: Sequence[int]
 ) -> None:
     world_size, mix, overlap = cell
-    seeds = seeds_of(cell)
     cases = [(recipe_of(seed), Mix(MIXES[mix], overlap, seed)) for seed in seeds]
     for rank, lefts in enumerate(run(pool, cases, world_size)):
         for (recipe, _), seed, left in zip(cases, seeds, lefts, strict=True):
@@ -113,6 +128,7 @@ def test_masters_moments_and_losses_are_the_references_to_the_bit(
             assert tuple(left["tiers"].values()) == MIXES[mix], where
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("mix", "forgotten", "world_size"),
     [("streamed", "compute_waits", 1), ("offloaded", "host_waits", 1), ("offloaded", "host_waits", 2)],

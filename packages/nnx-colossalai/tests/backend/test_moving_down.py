@@ -129,6 +129,7 @@ def three_runs(kinds: list[str], overlap: str) -> dict[str, Any]:
     return {"moved": moved, "stayed": run(kinds, None, options), "began": run(kinds, None, end)}
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("overlap", ["none", "exact"])
 @pytest.mark.parametrize("kinds", [["adamw"], ["adamw", "sgd"]], ids=["one optimizer", "two, one by one"])
 def test_moving_down_between_steps_of_two_ranks_changes_no_master_and_no_moment(

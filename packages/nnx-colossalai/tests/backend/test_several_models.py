@@ -85,6 +85,7 @@ def gan_in_fabric(options: dict[str, Any], devices: int, *, together: bool) -> t
     return means, [weight.tolist() for weight in weights_of(*modules)]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("together", [True, False], ids=["with optimizers", "modules first"])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_two_models_with_an_optimizer_each_train_as_in_plain_pytorch(

@@ -65,6 +65,7 @@ def train(model, tiers, *, dtype=torch.bfloat16, steps=2, micro_batches=1, loss=
     return model
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None], ids=str)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @each_tier
@@ -72,6 +73,7 @@ def test_masters_and_gradients_are_those_of_a_loop_by_hand(tier, dtype, micro_ba
     train(Layers(), tier, dtype=dtype, micro_batches=micro_batches)
 
 
+@pytest.mark.quick(every=5, first=1)
 @each_tier
 def test_weights_that_are_their_own_masters_train_in_16_bits(tier):
     train(Layers().bfloat16(), tier, dtype=None, loss=lambda model, x: mean_square(model, x.bfloat16()))
@@ -105,6 +107,7 @@ class Odd(nn.Module):
         return x * pooled + self.tied(F.pad(x, (0, 5)).to(self.tied.weight.dtype))
 
 
+@pytest.mark.quick(every=5, first=2)
 @pytest.mark.parametrize("placing", range(5))
 def test_odd_parameters_and_nested_shared_and_tied_modules_train(placing):
     names = ("first", "shared", "outer.0", "outer", "")
@@ -143,6 +146,7 @@ def test_layers_with_running_statistics_train_at_16_bits_with_weights_of_their_o
     engine.device.close()
 
 
+@pytest.mark.quick(every=5)
 @each_tier
 def test_between_steps_parameters_are_masters_and_in_a_step_they_are_not(tier):
     model = Layers()
@@ -157,6 +161,7 @@ def test_between_steps_parameters_are_masters_and_in_a_step_they_are_not(tier):
     engine.device.close()
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("tier", [Tier.GATHERED, Tier.SHARDED])
 def test_where_masters_are_the_working_weights_nothing_is_hooked_and_nothing_kept_twice(tier):
     model = Layers()
@@ -190,6 +195,7 @@ def test_a_model_on_the_meta_device_gets_values_and_stays_tied():
     engine.device.close()
 
 
+@pytest.mark.quick(every=5, first=4)
 @each_tier
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_forwards_that_run_again_within_backward_have_the_right_weights(tier, reentrant):
@@ -202,6 +208,7 @@ def test_forwards_that_run_again_within_backward_have_the_right_weights(tier, re
     train(Layers(), tier, loss=recomputed)
 
 
+@pytest.mark.quick(every=5)
 @each_tier
 def test_a_group_of_layers_that_runs_again_within_backward_has_the_right_weights(tier):
     def recomputed(model, x):
@@ -211,6 +218,7 @@ def test_a_group_of_layers_that_runs_again_within_backward_has_the_right_weights
     train(Layers(), tier, loss=recomputed)
 
 
+@pytest.mark.quick(every=5, first=1)
 @each_tier
 def test_two_backwards_over_one_graph_accumulate_twice(tier):
     model = Layers()
@@ -229,6 +237,7 @@ def test_two_backwards_over_one_graph_accumulate_twice(tier):
     engine.device.close()
 
 
+@pytest.mark.quick(every=5, first=2)
 @each_tier
 def test_a_step_that_runs_backward_and_the_optimizers_itself_is_right(tier):
     model = Layers()
@@ -266,6 +275,7 @@ def test_a_step_that_runs_backward_and_the_optimizers_itself_is_right(tier):
     engine.device.close()
 
 
+@pytest.mark.quick(every=5, first=3)
 @each_tier
 def test_evaluation_computes_with_working_weights_and_leaves_masters(tier):
     model = Layers()
@@ -287,6 +297,7 @@ def test_evaluation_computes_with_working_weights_and_leaves_masters(tier):
     engine.device.close()
 
 
+@pytest.mark.quick(every=5, first=4)
 @each_tier
 @pytest.mark.parametrize("where", ["forward", "backward", "between"])
 def test_after_an_exception_masters_are_back_and_the_next_step_is_right(tier, where):
@@ -338,6 +349,7 @@ def test_a_step_whose_result_needs_no_backward_is_over_at_once():
     engine.device.close()
 
 
+@pytest.mark.quick(every=5, first=1)
 @each_tier
 def test_copies_of_a_model_and_pickled_ones_are_plain_and_leave_it_alone(tier):
     model = Layers()

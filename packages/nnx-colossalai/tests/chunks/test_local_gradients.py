@@ -32,6 +32,7 @@ each_tier = pytest.mark.parametrize("tier", TIERS, ids=lambda one: one.value)
 HOSTED = [Tier.OFFLOADED, Tier.STREAMED]
 
 
+@pytest.mark.quick(every=4)
 def test_hooks_of_the_user_see_and_change_gradients_of_the_working_dtype(laid_out):
     model, _, by_hand = laid_out
     seen = []
@@ -53,6 +54,7 @@ def test_hooks_of_the_user_see_and_change_gradients_of_the_working_dtype(laid_ou
     assert same_bits(model, by_hand.masters) == []
 
 
+@pytest.mark.quick(every=4, first=1)
 def test_gradients_that_the_user_sets_or_changes_between_backwards_count(laid_out):
     model, _, by_hand = laid_out
     both(laid_out, 0)
@@ -67,6 +69,7 @@ def test_gradients_that_the_user_sets_or_changes_between_backwards_count(laid_ou
     assert same_bits(model, by_hand.masters) == []
 
 
+@pytest.mark.quick(every=4, first=2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_are_let_go_between_forward_and_backward_as_trainers_do(laid_out, set_to_none):
     model, engine, by_hand = laid_out
@@ -80,6 +83,7 @@ def test_gradients_are_let_go_between_forward_and_backward_as_trainers_do(laid_o
     assert same_bits(model, by_hand.masters) == []
 
 
+@pytest.mark.quick(every=4, first=3)
 def test_gradients_held_on_to_are_not_overwritten(laid_out):
     model, _, _ = laid_out
     both(laid_out, 0)
@@ -90,6 +94,7 @@ def test_gradients_held_on_to_are_not_overwritten(laid_out):
     assert all(torch.equal(one, other) for one, other in zip(held, copies, strict=True))
 
 
+@pytest.mark.quick(every=4)
 def test_letting_gradients_go_frees_their_memory(laid_out):
     model, engine, _ = laid_out
     used = engine.device.used
@@ -108,6 +113,7 @@ class Asked(SimDevice):
         return super().host_empty(numel, dtype)
 
 
+@pytest.mark.quick(every=4, first=1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)
 @pytest.mark.parametrize("tier", HOSTED, ids=lambda one: one.value)
 def test_gradients_on_the_host_lie_where_the_last_ones_did(tier, dtype):
@@ -127,6 +133,7 @@ def test_gradients_on_the_host_lie_where_the_last_ones_did(tier, dtype):
     engine.device.close()
 
 
+@pytest.mark.quick(every=4, first=2)
 def test_gradients_between_steps_are_those_of_the_masters(laid_out):
     model, _, by_hand = laid_out
     both(laid_out, 0)
@@ -136,6 +143,7 @@ def test_gradients_between_steps_are_those_of_the_masters(laid_out):
     assert same_bits(model, by_hand.masters) == []
 
 
+@pytest.mark.quick(every=4, first=3)
 def test_gradients_asked_for_alone_leave_nothing_behind(laid_out):
     model, engine, by_hand = laid_out
     both(laid_out, 0)
@@ -154,6 +162,7 @@ def test_gradients_asked_for_alone_leave_nothing_behind(laid_out):
     assert same_bits(model, by_hand.masters) == []
 
 
+@pytest.mark.quick(every=4)
 def test_gradients_of_gradients_are_right(laid_out):
     def penalty(model, x):
         x = x.clone().requires_grad_()
@@ -167,6 +176,7 @@ def test_gradients_of_gradients_are_right(laid_out):
     assert same_bits(model, by_hand.masters) == []
 
 
+@pytest.mark.quick(every=4, first=1)
 def test_backward_for_some_parameters_only_leaves_others_alone(laid_out):
     model, engine, by_hand = laid_out
     loss = engine.run_step(model, mean_square, model, inputs(0))
@@ -178,6 +188,7 @@ def test_backward_for_some_parameters_only_leaves_others_alone(laid_out):
         assert expected is None or torch.equal(one.grad, expected)
 
 
+@pytest.mark.quick(every=4, first=2)
 @each_tier
 def test_sparse_gradients_stay_sparse(tier):
     torch.manual_seed(0)
@@ -194,6 +205,7 @@ def test_sparse_gradients_stay_sparse(tier):
     engine.device.close()
 
 
+@pytest.mark.quick(every=4, first=3)
 @each_tier
 def test_parameters_that_are_unfrozen_and_frozen_later_get_and_lose_gradients(tier):
     model = Layers()
@@ -212,6 +224,7 @@ def test_parameters_that_are_unfrozen_and_frozen_later_get_and_lose_gradients(ti
     engine.device.close()
 
 
+@pytest.mark.quick(every=4)
 def test_masters_that_are_changed_between_steps_are_what_the_next_one_computes_with(laid_out):
     model, engine, by_hand = laid_out
     optimizer, reference = optimizer_of(model.parameters()), optimizer_of(by_hand.masters.values())
@@ -231,6 +244,7 @@ def test_masters_that_are_changed_between_steps_are_what_the_next_one_computes_w
     assert same_bits(model, by_hand.masters) == []
 
 
+@pytest.mark.quick(every=4, first=1)
 def test_masters_that_are_exchanged_for_an_evaluation_count_in_it_and_not_after(laid_out):
     model, engine, by_hand = laid_out
     both(laid_out, 0)
@@ -251,6 +265,7 @@ def test_masters_that_are_exchanged_for_an_evaluation_count_in_it_and_not_after(
     assert same_bits(model, by_hand.masters) == []
 
 
+@pytest.mark.quick(every=4, first=2)
 def test_weights_that_a_forward_changes_in_place_are_kept(laid_out):
     model, engine, _ = laid_out
 
@@ -272,6 +287,7 @@ def test_weights_that_a_forward_changes_in_place_are_kept(laid_out):
     assert weights[0].tolist() == [0.5]
 
 
+@pytest.mark.quick(every=4, first=3)
 @pytest.mark.parametrize("early", [True, False])
 def test_a_weight_that_is_used_while_its_module_does_not_run_is_there(laid_out, early):
     def loss(model, x):
@@ -286,6 +302,7 @@ def test_a_weight_that_is_used_while_its_module_does_not_run_is_there(laid_out, 
         assert same_bits(model, by_hand.masters) == []
 
 
+@pytest.mark.quick(every=4)
 def test_two_graphs_before_their_backwards_are_both_right(laid_out):
     model, engine, by_hand = laid_out
     first = engine.run_step(model, mean_square, model, inputs(0))
@@ -297,6 +314,7 @@ def test_two_graphs_before_their_backwards_are_both_right(laid_out):
     assert same_bits(model, by_hand.masters) == []
 
 
+@pytest.mark.quick(every=4, first=1)
 def test_a_forward_without_run_step_trains_too(laid_out):
     model, _, by_hand = laid_out
     mean_square(model, inputs(0)).backward()
@@ -304,6 +322,7 @@ def test_a_forward_without_run_step_trains_too(laid_out):
     assert same_bits(model, by_hand.masters) == []
 
 
+@pytest.mark.quick(every=4, first=2)
 @each_tier
 def test_a_graph_that_returns_an_object_of_an_unknown_class_trains(tier):
     class Output:
@@ -328,6 +347,7 @@ def test_a_graph_that_returns_an_object_of_an_unknown_class_trains(tier):
     engine.device.close()
 
 
+@pytest.mark.quick(every=4, first=1)
 @pytest.mark.parametrize("tier", HOSTED, ids=lambda one: one.value)
 def test_a_layer_that_is_called_twice_gets_one_gradient_and_one_hook(tier):
     torch.manual_seed(1)
@@ -347,6 +367,7 @@ def test_a_layer_that_is_called_twice_gets_one_gradient_and_one_hook(tier):
     engine.device.close()
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("kept_by", ["module", "hook"])
 @each_tier
 def test_a_loss_over_what_a_layer_keeps_beside_its_output_is_right(tier, kept_by):
@@ -384,6 +405,7 @@ def test_a_loss_over_what_a_layer_keeps_beside_its_output_is_right(tier, kept_by
     engine.device.close()
 
 
+@pytest.mark.quick(every=4, first=1)
 @pytest.mark.parametrize("again", ["take", "put_aside"])
 def test_a_gradient_that_comes_while_another_waits_to_be_converted_is_added(again):
     """In float32: 256 and 1 have no sum in bfloat16."""
@@ -398,6 +420,7 @@ def test_a_gradient_that_comes_while_another_waits_to_be_converted_is_added(agai
     assert torch.equal(slot.total, torch.full((3, 2), 257.0))
 
 
+@pytest.mark.quick(every=4, first=2)
 def test_a_parameter_that_is_frozen_keeps_the_gradient_it_has(laid_out):
     model, _, _ = laid_out
     both(laid_out, 0)

@@ -23,6 +23,7 @@ def heard_by_engine(model):
     return heard
 
 
+@pytest.mark.quick(every=4)
 @each_tier
 def test_one_parameter_tells_of_a_chunk_on_the_device_once_the_order_is_known(tier):
     model = Layers()
@@ -55,6 +56,7 @@ def test_another_order_is_learned():
     engine.device.close()
 
 
+@pytest.mark.quick(every=4, first=2)
 def test_gradients_count_whatever_comes_last_or_not_at_all(laid_out):
     """The last of a chunk so far is unused, frozen, or first; a backward fails, or is of few parameters."""
 
@@ -102,6 +104,7 @@ def test_gradients_of_backwards_inside_of_a_backward_are_added_up_in_float32():
     engine.device.close()
 
 
+@pytest.mark.quick(every=4)
 @each_tier
 def test_modules_inside_of_a_unit_are_called_without_hooks_of_ours(tier):
     """Only in it, and not where weights come and go; also after an error in it."""

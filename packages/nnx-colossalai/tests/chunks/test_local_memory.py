@@ -53,6 +53,7 @@ def sizes(model):
     return {name: sum(one.numel() for one in model.get_submodule(name).parameters()) for name in UNITS[:3]}
 
 
+@pytest.mark.quick(every=5)
 @each_tier
 def test_bytes_on_the_device_and_on_the_bus_are_those_of_the_tier(tier):
     model = Layers()
@@ -147,6 +148,7 @@ def test_without_room_for_a_chunk_the_step_says_so_and_masters_are_back():
     engine.device.close()
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)
 @pytest.mark.parametrize("to", TIERS, ids=lambda one: one.value)
 @pytest.mark.parametrize("start", TIERS, ids=lambda one: one.value)
@@ -191,6 +193,7 @@ def test_a_chunk_that_finds_no_room_stays_where_it_was():
     engine.device.close()
 
 
+@pytest.mark.quick(every=5, first=3)
 @each_tier
 def test_taken_down_a_model_has_memory_of_its_own_and_the_device_none_of_it(tier):
     model = Layers()

@@ -73,6 +73,7 @@ def step_by_hand(by_hand):
                 one.grad = None
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("at_once", [True, False])
 @dtypes
 @each_tier
@@ -102,6 +103,7 @@ def test_forwards_wait_for_their_own_chunk_only_and_numbers_are_those_by_hand(ti
     engine.device.close()
 
 
+@pytest.mark.quick(every=5, first=1)
 @each_tier
 def test_a_chunk_is_used_while_a_later_one_is_still_being_stepped(tier):
     model = Layers()
@@ -131,6 +133,7 @@ USES = {
 }
 
 
+@pytest.mark.quick(every=5, first=2)
 @pytest.mark.parametrize("use", USES)
 @dtypes
 def test_whoever_looks_at_a_master_that_is_being_stepped_waits_for_it(use, dtype):
@@ -146,6 +149,7 @@ def test_whoever_looks_at_a_master_that_is_being_stepped_waits_for_it(use, dtype
     engine.device.close()
 
 
+@pytest.mark.quick(every=5, first=1)
 @dtypes
 def test_what_is_written_to_a_master_after_waiting_for_it_counts(dtype):
     model = Layers()

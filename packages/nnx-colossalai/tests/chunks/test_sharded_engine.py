@@ -39,6 +39,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], wh
     assert not different, where
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("dtype", "world_size"),
     [*((dtype, 2) for dtype in DTYPES), pytest.param(torch.bfloat16, 4, marks=pytest.mark.full)],
@@ -55,6 +56,7 @@ def test_every_mix_trains_to_the_same_bits(
             assert_same(left["plain"], reference["masters"], mix)
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("how", jobs.HOWS)
 def test_gradients_are_those_of_fsdp2_however_they_come_about(pool: WorkerPool, how: str) -> None:
     found = dict(of_every_mix(pool, jobs.gradients_of, how, torch.bfloat16))
@@ -141,6 +143,7 @@ def test_chunks_move_with_masters_and_gradients(pool: WorkerPool, dtype: torch.d
             assert all(left["owned"]), move
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)
 def test_the_device_holds_what_the_tier_says(pool: WorkerPool, dtype: torch.dtype | None) -> None:
     for tier, ranks in of_every_mix(pool, jobs.memory, dtype, mixes=ALL):
@@ -151,6 +154,7 @@ def test_the_device_holds_what_the_tier_says(pool: WorkerPool, dtype: torch.dtyp
             assert left == 0, tier
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("capacity", [2**14, 2**24])
 def test_a_step_copies_weights_in_the_working_dtype_and_gradients_in_full(
     pool: WorkerPool, capacity: int
@@ -173,6 +177,7 @@ def test_chunks_are_numbered_in_the_order_of_the_last_forward(pool: WorkerPool) 
             assert skipped == ["", "layers.2", "layers.0", "layers.1"], mix
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("when", "what"),
     [

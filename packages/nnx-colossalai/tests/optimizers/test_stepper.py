@@ -104,6 +104,7 @@ def _fused(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("overlap", ["none", "exact"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_ends_at_the_bits_of_its_own_step(name: str, overlap: str) -> None:
@@ -113,6 +114,7 @@ def test_every_optimizer_ends_at_the_bits_of_its_own_step(name: str, overlap: st
     assert in_background == {overlap == "exact"}
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("seed", range(5))
 def test_random_delays_change_nothing(seed: int) -> None:
     assert_same(

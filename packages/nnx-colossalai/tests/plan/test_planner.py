@@ -25,6 +25,7 @@ def everything(spec):
     )
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("block", range(10))
 def test_200_random_models_never_exceed_their_budgets_and_are_refused_only_where_nothing_fits(block):
     fitted = 0
@@ -58,6 +59,7 @@ def fastest(spec, resources, choices):
     )
 
 
+@pytest.mark.quick(every=3, first=1)
 @pytest.mark.parametrize("block", range(3))
 def test_the_search_is_within_a_few_percent_of_trying_all_placements(block):
     for seed in range(10 * block, 10 * block + 10):
@@ -72,6 +74,7 @@ def test_the_search_is_within_a_few_percent_of_trying_all_placements(block):
             assert plan(spec, resources).seconds <= best * (1 + 1e-8), seed
 
 
+@pytest.mark.quick(every=3, first=2)
 @pytest.mark.parametrize("seed", range(10))
 def test_more_memory_is_never_slower(seed):
     spec = random_spec(seed, most=8)
@@ -128,6 +131,7 @@ def test_a_plan_is_the_same_whatever_the_seed_of_hashes_and_needs_no_torch():
     assert only.startswith("Planned(") and only.endswith("False\n")
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_a_model_of_7_billion_parameters_is_planned_in_seconds(world_size):
     begin = time.process_time()
@@ -166,6 +170,7 @@ def test_a_placement_made_by_hand_is_told_its_cost_though_it_does_not_fit():
     assert told.placement == placement and told.memory.device > 1
 
 
+@pytest.mark.quick(every=3, first=1)
 @pytest.mark.parametrize("seed", range(10))
 def test_a_downgrade_needs_less_of_the_device_and_only_moves_groups_down(seed):
     spec = random_spec(seed, most=8)

@@ -68,6 +68,7 @@ def trained(tiers, dtype, *, accumulate):
     return device.peak, moved
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_engine_holds_what_was_predicted_but_for_what_autograd_makes(seed):
     """Gradients on their way and optimizer state are not made through the device, so they are left out."""
@@ -84,6 +85,7 @@ def test_the_engine_holds_what_was_predicted_but_for_what_autograd_makes(seed):
     assert peak == predicted
 
 
+@pytest.mark.quick(every=3, first=1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=["mixed", "full"])
 @pytest.mark.parametrize("tier", list(Tier), ids=lambda tier: tier.value)
 def test_the_engine_moves_the_bytes_that_were_predicted(tier, dtype):

@@ -81,6 +81,7 @@ def command(capfd: Any, site: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     return run
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(("source", "said"), HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_plugin_is_named_and_the_others_are_listed(
     command: Any, site: Any, source: str, said: str

@@ -187,6 +187,7 @@ def test_installed_both_kinds_are_listed_without_importing_torch_or_copier(run_p
     assert (site / "nnx_mine/py.typed").is_file()
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("target", ["nnx_mine.backend:MineBackend", "acme.strategy:AcmeZeroStrategy"])
 def test_both_kinds_keep_promises(pool, tmp_path, import_from, site, target):
     import_from(site)
@@ -253,6 +254,7 @@ def followed(rendered):
     return project
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("megabytes", [25.0, 0.0001])
 def test_the_backend_of_the_tutorial_keeps_promises(pool, tmp_path, import_from, followed, megabytes):
     import_from(followed / "src")

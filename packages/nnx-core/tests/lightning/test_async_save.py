@@ -90,6 +90,7 @@ def test_model_checkpoint_keeps_the_best_and_the_last_as_it_does_without_backgro
         assert storage.verify(entry) == [], entry
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("run", [RUN, DDP], ids=["fsdp_auto", "ddp"])
 def test_there_is_always_a_complete_checkpoint_while_one_replaces_another(
     pool: WorkerPool, tmp_path: Path, run: Run
@@ -106,6 +107,7 @@ def test_there_is_always_a_complete_checkpoint_while_one_replaces_another(
 # --- errors -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("slow_rank", [0, 1])
 def test_an_error_ends_the_run_at_one_step_on_every_rank(
     pool: WorkerPool, tmp_path: Path, slow_rank: int
@@ -129,6 +131,7 @@ def test_an_error_of_the_last_save_is_raised_at_the_end(pool: WorkerPool, tmp_pa
     assert first[1] == "CheckpointError"
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("at", "ended"), [(2, range(3, 15)), (15, range(15, 16))])
 def test_under_lightnings_own_strategy_rank_0_raises(
     pool: WorkerPool, tmp_path: Path, at: int, ended: range
@@ -141,6 +144,7 @@ def test_under_lightnings_own_strategy_rank_0_raises(
     assert "it is a file" in text
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("run", [RUN, DDP], ids=["fsdp_auto", "ddp"])
 @pytest.mark.parametrize(
     ("error", "ends"),
@@ -154,6 +158,7 @@ def test_an_error_of_the_users_is_not_hidden_and_the_save_in_flight_is_kept(
     assert verified(path) == ([], 2)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("run", [RUN, replace(DDP, devices=1)], ids=["fsdp_auto", "ddp"])
 def test_an_error_of_the_users_is_not_hidden_by_one_of_the_save(
     pool: WorkerPool, tmp_path: Path, run: Run

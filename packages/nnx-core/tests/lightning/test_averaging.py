@@ -50,6 +50,7 @@ def assert_close(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
         torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-5, msg=name)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("kind", ["ema", "mean", "lists", "no_buffers"])
 def test_the_average_over_steps_is_that_of_one_process_and_is_sharded(pool: WorkerPool, kind: str) -> None:
     expected = pool.run(fit, ALONE, kind, world_size=1)[0]
@@ -71,6 +72,7 @@ def test_the_average_over_epochs_is_that_of_one_process(pool: WorkerPool, kind: 
         assert_same(report, expected)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     "strategy", ["fsdp_offload", "fsdp_manual", "tiny", "column_parallel", "flat_masters"]
 )
@@ -178,6 +180,7 @@ def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return {strategy: str(folder / strategy) for strategy in ("fsdp_auto", "ddp", "auto")}
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("source", "target", "devices"),
     [

@@ -36,6 +36,7 @@ def predict(samples: list[int]) -> list[float]:
     return [float(value) for batch in batches for value in batch]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("samples", [[13], [12], [13, 2], [13, 13]])
 def test_uneven_prediction_with_sharded_parameters_ends_and_repeats_no_sample(
     pool: WorkerPool, samples: list[int]

@@ -63,6 +63,7 @@ PLACES = {
 }
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_a_shuffling_run_resumes_exactly_wherever_it_was_interrupted(
     pool: WorkerPool, tmp_path: Path, place: dict[str, Any]
@@ -72,6 +73,7 @@ def test_a_shuffling_run_resumes_exactly_wherever_it_was_interrupted(
     assert_continued(*reports)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     "loader",
     [
@@ -84,6 +86,7 @@ def test_every_kind_of_loader_resumes_exactly(pool: WorkerPool, tmp_path: Path, 
     assert_continued(*reports)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("loader", ["shuffled", "persistent", "generator", "replacement"])
 def test_loaders_with_workers_resume_exactly(pool: WorkerPool, tmp_path: Path, loader: str) -> None:
     case = replace(ALONE, path=path_in(tmp_path), loader=loader, workers=2)
@@ -91,6 +94,7 @@ def test_loaders_with_workers_resume_exactly(pool: WorkerPool, tmp_path: Path, l
     assert_continued(*reports)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("loader", "workers"), [("generator", 0), ("two", 0), ("shuffled", 2), ("persistent", 2)]
 )
@@ -103,6 +107,7 @@ def test_loaders_resume_exactly_at_the_end_of_an_epoch(
     assert_continued(*reports)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     "case",
     [
@@ -147,6 +152,7 @@ def test_a_checkpoint_saved_after_a_run_that_ended_inside_an_epoch_resumes_there
         assert_continued(one, resumed)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("first", "second"), [("ddp", "fsdp_auto"), ("fsdp_auto", "ddp")])
 def test_random_state_and_position_travel_between_lightnings_strategies_and_ours(
     pool: WorkerPool, tmp_path: Path, first: str, second: str
@@ -203,6 +209,7 @@ def test_another_number_of_loaders_is_refused(pool: WorkerPool, tmp_path: Path) 
 # --- what must stay untouched ---------------------------------------------------------------------------
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("strategy", ["fsdp_auto", "auto"])
 def test_evaluation_leaves_random_numbers_alone(pool: WorkerPool, tmp_path: Path, strategy: str) -> None:
     case = replace(ALONE, strategy=strategy, path=path_in(tmp_path))
@@ -210,6 +217,7 @@ def test_evaluation_leaves_random_numbers_alone(pool: WorkerPool, tmp_path: Path
     assert pool.run(evaluate, case, world_size=1) == [True]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("strategy", ["fsdp_auto", "auto"])
 def test_the_users_loader_and_strategy_are_as_before_when_the_fit_is_over(
     pool: WorkerPool, tmp_path: Path, strategy: str

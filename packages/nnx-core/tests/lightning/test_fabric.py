@@ -115,6 +115,7 @@ def test_collectives_through_fabric(pool: WorkerPool) -> None:
 # --- checkpoints --------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("devices", [2, 3])
 def test_a_run_resumes_at_another_world_size_with_the_users_own_objects(
     pool: WorkerPool, tmp_path: Path, devices: int

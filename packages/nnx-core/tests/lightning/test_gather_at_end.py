@@ -65,6 +65,7 @@ def run(strategy: str, gather: str, folder: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_weights_are_where_they_were_asked_for_and_runs_follow(
     pool: WorkerPool, tmp_path: Path, strategy: str

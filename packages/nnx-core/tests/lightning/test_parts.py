@@ -36,6 +36,7 @@ from nnx_test_helpers.training import Run
 INF = float("inf")
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, INF])
 def test_clipping_mixed_layouts_in_double_precision_equals_torch_on_complete_tensors(
@@ -51,6 +52,7 @@ def test_clipping_mixed_layouts_in_double_precision_equals_torch_on_complete_ten
         assert reports[3]["empty"] >= 1  # three rows on four ranks
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, INF])
 def test_clipping_counts_the_magnitude_of_complex_gradients_as_torch_does(
     pool: WorkerPool, norm_type: float
@@ -80,6 +82,7 @@ def test_clipping_leaves_small_gradients_alone_and_works_in_low_precision(pool: 
         assert report["error"] < 2e-2
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("where", [-1, 0, 2])
 def test_unscaling_finds_an_overflow_of_any_rank(pool: WorkerPool, where: int) -> None:
     for report in pool.run(unscale, where, world_size=3, init="gloo"):

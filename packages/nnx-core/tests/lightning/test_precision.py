@@ -41,6 +41,7 @@ def _run(pool: WorkerPool, precision: str, devices: int) -> list[dict[str, Any]]
     return pool.run(with_precision, run, world_size=devices)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_computes_what_one_process_computes_in_the_same_dtypes(
     pool: WorkerPool, exact: dict[str, Any], precision: str
@@ -63,6 +64,7 @@ def test_every_precision_computes_what_one_process_computes_in_the_same_dtypes(
     assert difference > 0 or precision == "64-true"
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("where", [0, 1])
 def test_an_overflow_on_one_rank_skips_the_step_and_halves_the_scale_on_all(
     pool: WorkerPool, where: int
@@ -85,6 +87,7 @@ def test_scaled_training_equals_one_process(pool: WorkerPool) -> None:
         assert report["losses"] == pytest.approx(expected["losses"], rel=5e-3)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("start", [2.0**4, 2.0**14])
 def test_gradients_are_clipped_after_they_were_unscaled(pool: WorkerPool, start: float) -> None:
     expected = pool.run(scaled, 1, "auto", (-1, -1), 0.05, START, world_size=1)[0]

@@ -100,6 +100,7 @@ REFUSED = {
 STRATEGIES: dict[str, dict[str, Any]] = {"fsdp_auto": {"min_num_params": 1}, "colossalai": {}}
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("habit", REFUSED)
 def test_what_would_train_other_numbers_is_refused_on_every_rank(

@@ -22,6 +22,7 @@ def path_in(folder: Path) -> str:
     return str(folder / "half.ckpt")
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("before", "after", "batches", "index", "steps"),
     [(2, 1, 9, 6, -1), (2, 1, 9, 6, 100), (2, 3, 9, 2, -1), (1, 2, 15, 1, -1), (1, 3, 15, 1, 100)],
@@ -92,6 +93,7 @@ def test_ranks_that_stay_keep_their_random_state_and_new_ones_are_seeded(
     assert "those of ranks 1 to 1 are dropped" in str(alone.said)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("strategy", ["fsdp_auto", "ddp"])
 def test_strict_rng_refuses_another_world_size_and_a_checkpoint_without_random_state(
     pool: WorkerPool, tmp_path: Path, strategy: str
@@ -128,6 +130,7 @@ def _without_random_state(path: str, plain: str) -> None:
     torch.save(content, plain)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("loader", ["stateful", "equal states"])
 def test_loaders_with_a_state_at_another_world_size(pool: WorkerPool, tmp_path: Path, loader: str) -> None:
     path = path_in(tmp_path)

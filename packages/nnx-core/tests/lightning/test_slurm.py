@@ -16,6 +16,7 @@ from nnx_test_helpers.lightning_jobs import OPTIONS
 from nnx_test_helpers.training import Run
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("options", [OPTIONS, ASYNC], ids=["waiting", "in the background"])
 def test_a_requeued_job_goes_on_where_the_signal_came(
     pool: WorkerPool, tmp_path: Path, options: dict[str, Any]

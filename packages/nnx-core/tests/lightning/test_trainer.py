@@ -33,6 +33,7 @@ def _alone(run: Run) -> Run:
     return replace(run, strategy="auto", options={}, devices=1)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("devices", [2, 3])
 def test_a_module_goes_through_fit_and_evaluation_in_any_order_as_in_one_process(
     pool: WorkerPool, devices: int
@@ -65,6 +66,7 @@ def test_a_checkpoint_saved_after_fit_has_ended_resumes_like_any_other(
             assert outcome.losses == pytest.approx(whole[3:], abs=1e-5)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("devices", [2, 3])
 def test_evaluation_uses_the_eval_branch_every_sample_once_and_rank_0s_buffers(
     pool: WorkerPool, tmp_path: Path, devices: int
@@ -86,6 +88,7 @@ def test_evaluation_uses_the_eval_branch_every_sample_once_and_rank_0s_buffers(
     assert len({report["digest"] for report in reports}) == 1
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("devices", [2, 3])
 def test_logged_values_are_reduced_over_all_ranks_and_the_sampler_is_injected(
     pool: WorkerPool, devices: int
@@ -133,6 +136,7 @@ def test_synchronized_batch_norm_is_put_in_for_training_and_taken_out_again(pool
         assert report["tested"] == pytest.approx(report["expected"])
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("settings", [{}, {"groups": 2}, {"scheduler": True}], ids=str)
 def test_an_optimizer_built_before_sharding_trains_the_sharded_parameters(
     pool: WorkerPool, settings: dict[str, Any]

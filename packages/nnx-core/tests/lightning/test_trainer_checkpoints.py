@@ -48,6 +48,7 @@ def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("save_last", [True, "link"])
 def test_model_checkpoint_keeps_the_best_and_the_last_as_under_lightnings_own_strategy(
     pool: WorkerPool, tmp_path: Path, save_last: Any
@@ -99,6 +100,7 @@ def test_lightnings_own_strategies_store_tied_weights_once_too(pool: WorkerPool,
     assert "model.back.weight" not in stored.tensors
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_hook_may_rename_entries_and_only_those_are_read_as_a_whole(
     pool: WorkerPool, saved: str, whole: list[float], devices: int
@@ -259,6 +261,7 @@ def test_weights_that_were_tied_when_saved_load_into_a_model_that_does_not_tie_t
         assert torch.equal(weights["back.weight"], head)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
 def test_a_checkpoint_is_cast_to_the_precision_of_the_model(
     pool: WorkerPool, saved: str, whole: list[float], precision: str
@@ -285,6 +288,7 @@ def test_another_model_gets_one_error_that_names_every_difference_on_every_rank(
         assert "strict_loading=False" in error
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -96,6 +96,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_one_rank_changed_is_named_with_the_rank(pool: WorkerPool, fault: str) -> None:
     strategy = "fsdp_auto" if fault == "buffer" else "ddp"
@@ -112,6 +113,7 @@ def test_what_may_differ_is_left_alone(pool: WorkerPool) -> None:
     assert pool.run(fit, "ddp", "", 1, world_size=3, timeout=60) == [[6]] * 3
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("check_every", [None, 0])
 def test_beyond_the_first_steps_ranks_are_compared_only_on_request(
     pool: WorkerPool, check_every: int | None

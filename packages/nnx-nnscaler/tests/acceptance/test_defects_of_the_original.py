@@ -66,6 +66,7 @@ def _losses(strategy: Strategy, devices: int, settings: dict[str, Any]) -> dict[
     return losses_of(strategy, devices, **settings)
 
 
+@pytest.mark.quick(every=5)
 @EVERY
 def test_validate_after_fit_uses_the_trained_weights_and_a_second_fit_goes_on(
     pool: WorkerPool, sharing: dict[str, Any], name: str
@@ -78,6 +79,7 @@ def test_validate_after_fit_uses_the_trained_weights_and_a_second_fit_goes_on(
         assert seen["losses"] == pytest.approx(expected["losses"], abs=1e-6)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("change", [{"seed": 2}, {"model": "Louder"}])
 def test_programs_are_not_reused_for_other_code_nor_with_other_weights(
     pool: WorkerPool, options: dict[str, Any], change: dict[str, Any]
@@ -97,6 +99,7 @@ def test_programs_are_not_reused_for_another_policy(pool: WorkerPool, options: d
     assert len(set(programs)) == len(programs)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("name", ["nnscaler_dp", "nnscaler_tp", "nnscaler_zero"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(
     pool: WorkerPool, sharing: dict[str, Any], name: str
@@ -106,6 +109,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
         assert set(steps) == {3.0}
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by"),
     [
@@ -135,6 +139,7 @@ def test_another_plan_world_or_strategy_resumes_without_a_merge(
         assert seen["losses"] == pytest.approx(expected[4:], abs=1e-5)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("name", ["nnscaler_deduped", "nnscaler_dp", "nnscaler_tp", "nnscaler_zero"])
 def test_deduped_stores_each_element_once(
     pool: WorkerPool, sharing: dict[str, Any], tmp_path: Path, name: str
@@ -147,6 +152,7 @@ def test_deduped_stores_each_element_once(
     assert stored == ideal
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("name", ["nnscaler_deduped", "nnscaler_tp"])
 def test_saving_weights_only_saves_no_optimizer(
     pool: WorkerPool, sharing: dict[str, Any], tmp_path: Path, name: str
@@ -174,6 +180,7 @@ def test_sgd_resumes_and_merges(pool: WorkerPool, sharing: dict[str, Any], tmp_p
     assert "momentum_buffer" in loaded["optimizer_states"][0]["state"][0]
 
 
+@pytest.mark.quick(every=7)
 @EVERY
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_two_param_groups_train_and_are_clipped(
@@ -186,6 +193,7 @@ def test_two_param_groups_train_and_are_clipped(
         assert seen["losses"] == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.quick(every=5)
 @EVERY
 def test_names_stay_and_layers_can_be_used_outside_the_forward(
     pool: WorkerPool, sharing: dict[str, Any], name: str
@@ -198,6 +206,7 @@ def test_names_stay_and_layers_can_be_used_outside_the_forward(
             torch.testing.assert_close(seen["weights"][key], value, atol=1e-5, rtol=0)
 
 
+@pytest.mark.quick(every=5)
 @EVERY
 def test_validation_takes_the_eval_branch(pool: WorkerPool, sharing: dict[str, Any], name: str) -> None:
     expected = alone(pool, model="Moody")
@@ -206,6 +215,7 @@ def test_validation_takes_the_eval_branch(pool: WorkerPool, sharing: dict[str, A
         assert seen["validated"] == pytest.approx(expected["validated"], rel=1e-5)
 
 
+@pytest.mark.quick(every=7)
 @EVERY
 @pytest.mark.parametrize("last", [4, 2])
 def test_a_smaller_last_batch_works(pool: WorkerPool, sharing: dict[str, Any], name: str, last: int) -> None:
@@ -216,6 +226,7 @@ def test_a_smaller_last_batch_works(pool: WorkerPool, sharing: dict[str, Any], n
         assert seen["losses"] == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("name", ["nnscaler", "nnscaler_tp"])
 def test_a_last_batch_that_no_unit_can_split_works(
     pool: WorkerPool, sharing: dict[str, Any], name: str
@@ -252,6 +263,7 @@ def test_a_plain_script_starts_its_own_processes(tmp_path: Path) -> None:
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["2", "2"]
 
 
+@pytest.mark.quick(every=5)
 @EVERY
 def test_validate_and_predict_need_no_training_loader(
     pool: WorkerPool, sharing: dict[str, Any], name: str
@@ -263,6 +275,7 @@ def test_validate_and_predict_need_no_training_loader(
         assert seen["shapes"] == [(rows, 8)] * 2
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "16-mixed", "64-true"])
 @pytest.mark.parametrize("name", ["nnscaler_tp", "nnscaler_zero"])
 def test_the_precision_flag_works_on_cpu(
@@ -273,6 +286,7 @@ def test_the_precision_flag_works_on_cpu(
         assert seen["losses"] == pytest.approx(expected, rel=2e-2)
 
 
+@pytest.mark.quick(every=5)
 @EVERY
 def test_gen_savedir_holds_no_weights_and_no_pickles(
     pool: WorkerPool, options: dict[str, Any], name: str

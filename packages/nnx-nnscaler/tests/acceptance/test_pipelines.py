@@ -64,6 +64,7 @@ def of_one_process(pool: WorkerPool) -> Any:
     return losses
 
 
+@pytest.mark.quick(every=130)
 @pytest.mark.parametrize("model", (*LOSS_IN_FORWARD, *LOSS_IN_STEP))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -82,6 +83,7 @@ def test_a_schedule_has_the_losses_of_one_process(
         assert in_turns == (0 if schedule == "gpipe" else STEPS)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize(("schedule", "most"), [("1f1b", 2), ("zero_bubble", 2), ("interleaved", 6)])
 def test_the_microbatches_that_a_rank_holds_do_not_grow_with_their_number(
@@ -92,6 +94,7 @@ def test_the_microbatches_that_a_rank_holds_do_not_grow_with_their_number(
         assert max(held) <= most
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_what_a_step_returns_and_logs_is_that_of_one_process(
     pool: WorkerPool, tmp_path: Path, schedule: str
@@ -130,6 +133,7 @@ def test_a_loop_of_ones_own_goes_in_turns_where_the_forward_returns_its_loss(
         assert in_turns == 4
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("shape", "precision", "more"),
     [
@@ -156,6 +160,7 @@ def test_last_batches_and_other_sizes_train_as_in_one_process(pool: WorkerPool, 
             assert losses == pytest.approx(expected, abs=1e-5, rel=0)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_evaluation_goes_through_the_stages_in_microbatches_within_the_planned_memory(
     pool: WorkerPool, tmp_path: Path, schedule: str
@@ -169,6 +174,7 @@ def test_evaluation_goes_through_the_stages_in_microbatches_within_the_planned_m
         assert counted <= 1.25 * planned < uncut / 2
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 def test_what_a_loss_does_not_see_is_not_stepped_and_masks_and_penalties_count_once(
     pool: WorkerPool, tmp_path: Path, schedule: str
@@ -179,6 +185,7 @@ def test_what_a_loss_does_not_see_is_not_stepped_and_masks_and_penalties_count_o
             torch.testing.assert_close({name: weights}, {name: expected[name]}, atol=2e-6, rtol=0)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     "schedule",
     [name if name in ("gpipe", "zbv") else pytest.param(name, marks=pytest.mark.full) for name in SCHEDULES],
@@ -232,6 +239,7 @@ def test_what_a_schedule_cannot_do_is_refused_on_every_rank(
         assert "pipeline_scheduler='gpipe'" in raised[1]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

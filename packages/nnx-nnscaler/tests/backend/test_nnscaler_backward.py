@@ -113,6 +113,7 @@ def count(unit_size):
     return [*seen, float(module.total.compute()), units]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("world_size", "unit_size", "expected"),
     [

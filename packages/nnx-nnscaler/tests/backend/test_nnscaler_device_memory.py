@@ -100,6 +100,7 @@ STAGES = {"policy": "pp", "plan_ngpus": 2}
 ZERO = {"policy": "zero", "compute_config": {"reducer_bucket_cap_mb": LARGEST / 1024**2}}
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("where", ["meta", "cpu"])
 @pytest.mark.parametrize("options", [TP, STAGES, ZERO], ids=["tp", "pp", "zero"])
 def test_the_device_holds_own_parts_and_few_whole_parameters_at_a_time(pool, tmp_path, options, where):
@@ -152,6 +153,7 @@ def two_layers():
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("build", "kept"), [(two_layers, []), (Mixture, ["experts"])])
 def test_what_is_built_on_meta_is_planned_as_what_has_values(pool, tmp_path, build, kept):
     """What depends on values needs them for its trace, and gets them."""
@@ -188,6 +190,7 @@ def train_what_is_tied_on_meta(options):
     return [value.tolist() for value in module.state_dict().values()]
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("options", [TP, ZERO], ids=["tp", "zero"])
 def test_parameters_that_are_tied_on_meta_stay_so_and_are_the_same_on_all_ranks(pool, tmp_path, options):
     options = {**options, "gen_savedir": str(tmp_path)}

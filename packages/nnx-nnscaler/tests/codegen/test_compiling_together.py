@@ -143,6 +143,7 @@ def fail(where):
     return None
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("where", "kind", "message"),
     [

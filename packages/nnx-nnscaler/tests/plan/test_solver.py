@@ -79,6 +79,7 @@ def prices_of(graph: Graph, hardware: Hardware, *, size: int = 2, units: int = 1
     return CostModel(hardware=hardware).prices(graph, size=size, units=units)
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("hardware", [FAST_LINK, profile("cpu"), profile("h100-ib")], ids=lambda h: h.name)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_solver_finds_the_best_of_all_plans(name: str, hardware: Hardware) -> None:
@@ -140,6 +141,7 @@ def test_members_of_a_plain_sequence_are_not_tied() -> None:
     assert [len(node.members) for node in problem.nodes] == [1] * len(problem.nodes)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", ["mlp", "wide"])
 def test_least_memory_is_near_the_least_of_all_plans(name: str) -> None:
     graph = GRAPHS[name]

@@ -79,6 +79,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("case", CASES)
 def test_every_split_computes_what_the_whole_does(case: str) -> None:
     (graph, op), expected = CASES[case]
@@ -89,6 +90,7 @@ def test_every_split_computes_what_the_whole_does(case: str) -> None:
             assert not check_strategy(op, graph, strategy, size)
 
 
+@pytest.mark.quick(every=8, first=1)
 @pytest.mark.parametrize(
     ("case", "wrong"),
     [

@@ -91,6 +91,7 @@ def with_own_operators():
 COSTLY = ("conv", "batch_norm", "group_norm", "pool", "upsample", "linear", "pad", "nnx_user")
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("training", [True, False])
 def test_every_costly_operator_of_a_convolutional_model_can_be_split(training: bool) -> None:
     _, graph = convolutional(training)
@@ -100,6 +101,7 @@ def test_every_costly_operator_of_a_convolutional_model_can_be_split(training: b
     assert unsupported_message(graph, 4) == ""
 
 
+@pytest.mark.quick(every=8, first=1)
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("policy", ["data", "tp", "zero", "autodist"])
 @pytest.mark.parametrize("training", [True, False])
@@ -117,6 +119,7 @@ def test_a_convolutional_model_equals_one_process(training: bool, policy: str, s
     assert policy == "autodist" or not whole
 
 
+@pytest.mark.quick(every=8, first=2)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("policy", ["data", "tp", "autodist"])
 def test_a_model_with_operators_of_its_own_equals_one_process(policy: str, size: int) -> None:

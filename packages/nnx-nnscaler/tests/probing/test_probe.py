@@ -307,6 +307,7 @@ def _plain_cases() -> list:
     ]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(("graph", "op"), _plain_cases())
 def test_the_table_and_trying_agree(graph, op) -> None:
     metas = [graph.meta(name) for name in op.operands()]

@@ -333,6 +333,7 @@ def gradients_in_rows(unit_size, part_size, stored):
         torch.testing.assert_close(mine + 0, other + 0, **CLOSE)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("world_size", "unit_size", "part_size", "stored"),
     [

@@ -112,6 +112,7 @@ class held:
         self.reducer.synchronize = True
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_training_equals_ddp_bit_for_bit(run, world_size, accumulates):
@@ -287,6 +288,7 @@ SCENARIOS = [
 ]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
@@ -391,6 +393,7 @@ def read_in_a_backward(dtype):
     parameters.give_back()
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
 def test_unused_parameters_cost_one_read_for_each_bucket(run, dtype):
     run(read_in_a_backward, dtype)
@@ -503,6 +506,7 @@ def add_to_gradients_that_are_sums_over_the_unit():
     check(mean)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_gradient_that_is_a_sum_over_the_unit_is_added_to(run, world_size):
     run(add_to_gradients_that_are_sums_over_the_unit, world_size=world_size)

@@ -106,6 +106,7 @@ def train_in_rows(unit_size, part_size, stored, bucket_bytes, guarded_penalty, s
 PLACED = {"second.weight": S(1), "first.weight": S(1, groups=3), "head.weight": S(1), "conv.weight": S(0)}
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("penalty", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 20])
 @pytest.mark.parametrize(
@@ -168,6 +169,7 @@ def train_a_program(part_size, recomputes, steps=3):
                 q -= 0.01 * q.grad
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize(("world_size", "part_size"), [(2, 1), (4, 1), (4, 2)])
 def test_programs_and_code_outside_of_them_share_parameters(run, world_size, part_size, recomputes):
@@ -296,6 +298,7 @@ def pickle_to_memory(weights):
     torch.save(weights, io.BytesIO())
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("save", "says"),
     [(pickle_to_memory, "as `torch.save` does"), (safetensors.torch.save, "as `safetensors` does")],

@@ -86,6 +86,7 @@ def test_code_written_for_the_original_trains_saves_and_merges(pool: WorkerPool,
         assert same
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("devices", [2, 4])
 def test_nnscaler_dp_is_bit_equal_to_ddp(pool: WorkerPool, devices: int):
     run = Run(strategy="ddp", devices=devices, groups=2)
@@ -95,6 +96,7 @@ def test_nnscaler_dp_is_bit_equal_to_ddp(pool: WorkerPool, devices: int):
         assert outcome.digest == expected.digest
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     "options", [{"zero_ngroups": 2}, {"compute_config": {"reducer_bucket_cap_mb": 0.001, "use_zero": True}}]
 )
@@ -108,6 +110,7 @@ def test_parts_may_be_stored_in_several_copies_and_in_small_buckets(
         assert outcome.losses == pytest.approx(expected.losses, abs=1e-5)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("strategy", ["nnscaler_dp", "nnscaler_zero"])
 def test_with_masters_the_optimizer_works_in_float32_and_everything_else_in_half(
     pool: WorkerPool, strategy: str
@@ -119,6 +122,7 @@ def test_with_masters_the_optimizer_works_in_float32_and_everything_else_in_half
         assert str(seen["state"]) == "torch.float32"
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("strategy", ["nnscaler_dp", "nnscaler_zero"])
 def test_masters_are_in_the_checkpoint_so_that_a_run_goes_on_exactly(
     pool: WorkerPool, tmp_path: Path, strategy: str
@@ -140,6 +144,7 @@ def test_recomputing_is_refused_where_no_program_could_do_it(pool: WorkerPool):
         pool.run(train, run, world_size=2)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("policy", ["tp", "data", "autodist"])
 def test_planned_recomputed_verified_and_saved_plans_train_like_one_process(
     pool: WorkerPool, tmp_path: Path, policy: str

@@ -31,6 +31,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_graph_equals_its_model_for_any_batch_size(name, mode):
