@@ -15,6 +15,7 @@ from torch import nn
 
 import nnx_checkpoint
 from nnx_checkpoint._torch_compat import position_in_file
+from nnx_checkpoint.foreign.contents import ForeignCheckpoint
 from nnx_checkpoint.reading.naming import stored_optimizer_states
 from nnx_checkpoint.unpickling.allowed import Inert
 from nnx_checkpoint.unpickling.torch_file import load_torch_file
@@ -285,3 +286,11 @@ def test_all_tensors_are_read_as_one_by_one(tmp_path: Path) -> None:
     everything = checkpoint.read_all()
     assert set(everything) == set(checkpoint.tensors)
     assert all(torch.equal(everything[name], checkpoint.read(name)) for name in everything)
+
+
+def test_a_claimed_number_of_ranks_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"state_dict": {"w": torch.ones(2)}, "epoch": 1}, tmp_path / "one.ckpt")
+    monkeypatch.setattr(ForeignCheckpoint, "world_size", 2**32 - 1)
+    nnx_checkpoint.convert(tmp_path / "one.ckpt", tmp_path / "dcp", to="dcp")
+    monkeypatch.undo()
+    assert nnx_checkpoint.open_checkpoint(tmp_path / "dcp").own_ranks == []

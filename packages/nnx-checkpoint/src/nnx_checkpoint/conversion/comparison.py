@@ -262,7 +262,7 @@ def _compare_objects(a: _Side, b: _Side, found: Comparison) -> list[_Pair]:
     """Compare the objects; returns the tensors in them."""
     walk = _Walk(a, b, found)
     walk.visit("", a.objects, b.objects)
-    for rank in range(max(a.checkpoint.world_size, b.checkpoint.world_size)):
+    for rank in sorted({*a.checkpoint.own_ranks, *b.checkpoint.own_ranks}):
         mine, theirs = (side.checkpoint.tree(rank, _Reference) for side in (a, b))
         walk.visit(f"rank.{rank}", mine, theirs)
     return walk.pairs

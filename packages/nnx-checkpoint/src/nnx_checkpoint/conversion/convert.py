@@ -271,7 +271,7 @@ class _Writing:
     def _write_objects(self) -> Files:
         """First, because an object that cannot be stored should be told at once."""
         trees: dict[int | None, Any] = {None: self.checkpoint.objects}
-        trees |= {rank: self.checkpoint.rank_objects(rank) for rank in range(self.checkpoint.world_size)}
+        trees |= {rank: self.checkpoint.rank_objects(rank) for rank in self.checkpoint.own_ranks}
         files: Files = {}
         for rank, tree in trees.items():
             if rank is None or tree is not None:

@@ -54,6 +54,11 @@ class ForeignCheckpoint(Checkpoint):
 
     @property
     @override
+    def own_ranks(self) -> Sequence[int]:
+        return sorted(self._contents.rank_objects)
+
+    @property
+    @override
     def provenance(self) -> Mapping[str, Any]:
         return self._provenance
 

@@ -43,7 +43,7 @@ def pack(checkpoint: Described, objects: Mapping[str, Any], aliases: Mapping[str
     Raises:
         CheckpointError: An object has no JSON form.
     """
-    ranks = {rank: checkpoint.rank_objects(rank) for rank in range(checkpoint.world_size)}
+    ranks = {rank: checkpoint.rank_objects(rank) for rank in checkpoint.own_ranks}
     body = {
         "version": _VERSION,
         "objects": StoredEncoder("objects").encode(dict(objects)),

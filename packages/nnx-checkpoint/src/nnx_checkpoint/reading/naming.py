@@ -397,6 +397,11 @@ class View(Checkpoint):
 
     @property
     @override
+    def own_ranks(self) -> Sequence[int]:
+        return self.inner.own_ranks
+
+    @property
+    @override
     def provenance(self) -> Mapping[str, Any]:
         return self.inner.provenance
 

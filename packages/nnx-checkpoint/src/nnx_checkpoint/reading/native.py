@@ -87,6 +87,11 @@ class NativeCheckpoint(Checkpoint):
 
     @property
     @override
+    def own_ranks(self) -> Sequence[int]:
+        return [rank for rank in range(self.world_size) if objects_file(rank) in self.manifest.files]
+
+    @property
+    @override
     def provenance(self) -> Mapping[str, Any]:
         return self.manifest.provenance
 

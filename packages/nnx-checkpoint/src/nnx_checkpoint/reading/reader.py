@@ -64,6 +64,11 @@ class Checkpoint(ABC):
 
     @property
     @abstractmethod
+    def own_ranks(self) -> Sequence[int]:
+        """The ranks that saved objects for themselves, in order. They are found, not claimed."""
+
+    @property
+    @abstractmethod
     def provenance(self) -> Mapping[str, Any]:
         """Where it comes from, for people."""
 
