@@ -292,7 +292,7 @@ def test_python_waits_for_the_save_at_exit_and_says_if_it_failed(tmp_path: Path)
     good, bad = (run.communicate(timeout=120)[1] for run in runs)
     assert version(tmp_path / "a") == 7
     assert good == ""
-    assert f"The last background save, to '{tmp_path / 'b'}', failed: cannot save to" in bad
+    assert f"Background save to '{tmp_path / 'b'}' failed: cannot save to" in bad
 
 
 def test_a_save_that_outlasts_the_program_needs_no_further_thread(
@@ -338,7 +338,7 @@ def test_a_removal_behind_a_save_that_failed_is_skipped(
         gate.set()
         with pytest.raises(CheckpointError, match="it is a file"):
             save.wait()
-    assert f"Skipped removing '{tmp_path / 'old'}', because saving '{tmp_path / 'new'}' failed" in caplog.text
+    assert f"Skipped removing '{tmp_path / 'old'}': saving '{tmp_path / 'new'}' failed" in caplog.text
     assert version(tmp_path / "old") == 1
     nnx.CheckpointIO().remove_checkpoint(tmp_path / "old")
     assert not (tmp_path / "old").exists()

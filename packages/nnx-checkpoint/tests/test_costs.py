@@ -150,7 +150,7 @@ def test_one_heavy_key_again_and_again_is_refused(tmp_path: Path) -> None:
     path = torch_file(tmp_path / "a.ckpt", b"\x80\x02}" + heavy + b"K\x01s(" + b"h\x01K\x01" * 20_000 + b"u.")
 
     def refused() -> None:
-        with pytest.raises(CheckpointError, match="too long to look at"):
+        with pytest.raises(CheckpointError, match="too long to hash and compare"):
             nnx_checkpoint.open_checkpoint(path)
 
     assert spent(refused) < 2
@@ -206,14 +206,14 @@ def test_a_huge_tensor_is_not_iterated_to_make_a_container(
 ) -> None:
     path = tmp_path / "a.ckpt"
     torch.save({"x": Call(container, HUGE)}, path, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(CheckpointError, match="makes a container of what is no list"):
+    with pytest.raises(CheckpointError, match="makes a container from a value that is not a list"):
         nnx_checkpoint.open_checkpoint(path)
 
 
 def test_a_huge_tensor_is_not_iterated_as_a_default_or_a_state(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     torch.save({"x": Call(collections.defaultdict, None, HUGE)}, path)
-    with pytest.raises(CheckpointError, match="makes a container of what is no list"):
+    with pytest.raises(CheckpointError, match="makes a container from a value that is not a list"):
         nnx_checkpoint.open_checkpoint(path)
 
     class WithState:
@@ -221,7 +221,7 @@ def test_a_huge_tensor_is_not_iterated_as_a_default_or_a_state(tmp_path: Path) -
             return collections.OrderedDict, (), HUGE
 
     torch.save({"x": WithState()}, path)
-    with pytest.raises(CheckpointError, match="restores an object from what is no dict"):
+    with pytest.raises(CheckpointError, match="restores an object from a value that is not a dict"):
         nnx_checkpoint.open_checkpoint(path)
 
 
@@ -240,7 +240,7 @@ def test_a_huge_tensor_is_not_iterated_as_a_number_of_elements(tmp_path: Path) -
             + b"tQ"
         )
         torch_file(path, first + b"X\x01\x00\x00\x00w" + storage + b"u.")
-        with pytest.raises(CheckpointError, match="names a storage otherwise than"):
+        with pytest.raises(CheckpointError, match="names a storage in another form"):
             nnx_checkpoint.open_checkpoint(path)
 
 

@@ -106,7 +106,8 @@ def test_a_rank_that_dies_during_a_save_neither_hangs_nor_harms(pool: WorkerPool
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("a single-file checkpoint")
     with pytest.raises(
-        CheckpointError, match=r"cannot save to '.*/a': it is a file. Nothing was changed there. Choose"
+        CheckpointError,
+        match=r"cannot save to '.*/a': it is a file. Nothing was changed at this path. Choose",
     ):
         save(tmp_path / "a")
     assert (tmp_path / "a").read_text() == "a single-file checkpoint"
@@ -114,7 +115,7 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
 
 def test_a_directory_with_other_things_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"it holds other things, such as 'notes.txt'"):
+    with pytest.raises(CheckpointError, match=r"it holds other files, such as 'notes.txt'"):
         save(tmp_path)
     assert names(tmp_path) == {"notes.txt"}
 
@@ -135,7 +136,8 @@ def test_other_files_in_a_checkpoint_are_never_removed(tmp_path: Path) -> None:
 def test_a_path_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(
-        CheckpointError, match=r"cannot create '.*': Not a directory. Nothing was changed there. Choose"
+        CheckpointError,
+        match=r"cannot create '.*': Not a directory. Nothing was changed at this path. Choose",
     ):
         save(tmp_path / "file" / "a")
 
@@ -233,7 +235,7 @@ def test_a_file_that_changed_before_the_commit_stops_it(tmp_path: Path) -> None:
     save(tmp_path / "a", objects={"n": 1})
     attempt = begin(place_of(tmp_path / "a"))
     manifest = Manifest(attempt.save_id, "", {"index.json": FileEntry(5, "0" * 32, 5)})
-    with pytest.raises(CheckpointError, match=r"cannot commit '.*index.json': it is not there"):
+    with pytest.raises(CheckpointError, match=r"cannot commit '.*index.json': it is missing"):
         attempt.commit(manifest, keep_previous=0)
     (tmp_path / "a" / attempt.save_id / "index.json").write_bytes(b"123")
     with pytest.raises(
@@ -309,7 +311,7 @@ def test_a_second_run_is_refused_while_the_first_one_saves_and_harms_nothing(tmp
     before = {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
     with pytest.raises(
         CheckpointError,
-        match=rf"saving to it now \(process {os.getpid()} on .*\). Nothing was changed there. Give",
+        match=rf"saving to it now \(process {os.getpid()} on .*\). Nothing was changed at this path. Give",
     ):
         save(path, objects={"n": 2})
     assert {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
@@ -460,10 +462,13 @@ def test_a_directory_that_may_not_be_written_to_is_the_same_error_on_both_ranks(
             directory.chmod(0o755)
     assert first == second
     assert (
-        "/a/.saving.lock': Permission denied. Nothing was changed there. Make the directory writable" in first
+        "/a/.saving.lock': Permission denied. Nothing was changed at this path. Make the directory writable"
+        in first
     )
     assert "cannot create '" in other
-    assert "/a-new': Permission denied. Nothing was changed there. Make the directory writable" in other
+    assert (
+        "/a-new': Permission denied. Nothing was changed at this path. Make the directory writable" in other
+    )
     assert nnx_checkpoint.verify(path) == []
     assert pool.run(checkpoint_jobs.load_all, str(path), world_size=2, init="gloo") == [[], []]
 
@@ -475,7 +480,7 @@ def test_a_directory_that_vanishes_in_the_middle_of_a_save_is_the_same_error_on_
     pool.run(checkpoint_jobs.save_all, str(path), "deduped", world_size=2, init="gloo")
     first, second = pool.run(checkpoint_jobs.lose_directory_during_save, str(path), world_size=2, init="gloo")
     assert first == second
-    assert "The checkpoint that was saved there before is whole. Every rank must see" in first
+    assert "The previous checkpoint at this path is intact. Every rank must see" in first
     assert pool.run(checkpoint_jobs.load_all, str(path), world_size=2, init="gloo") == [[], []]
     assert names(path) == {"manifest.json", nnx_checkpoint.open_native(path).manifest.save_id}
 

@@ -81,7 +81,7 @@ def test_a_disk_of_any_fullness_keeps_the_checkpoint(tmp_path: Path) -> None:
             except CheckpointError as error:
                 failures += 1
                 assert "No space left on device" in error.message
-                assert "The checkpoint that was saved there before is whole." in error.message
+                assert "The previous checkpoint at this path is intact." in error.message
                 assert error.remedy == "Free space there, or save elsewhere."
             assert nnx_checkpoint.verify(path) == []
             assert version_at(path) == version
@@ -104,7 +104,7 @@ def test_a_commit_that_may_not_outlive_a_crash_keeps_the_save_before(memory: Pat
         if (name, number) == ("fsync", calls["fsync"]):  # of the directory, after the rename
             raise OSError(5, "Input/output error")
 
-    with meddled(act), pytest.raises(CheckpointError, match="may bring the one before back"):
+    with meddled(act), pytest.raises(CheckpointError, match="may restore the previous one"):
         save(path, 3)
     assert version_at(path) == 3
     before = sorted(entry for entry in path.iterdir() if entry.is_dir())[0]

@@ -63,7 +63,7 @@ def test_a_link_named_like_a_save_harms_no_other_checkpoint(tmp_path: Path, how:
         save(path)
     else:
         spared = collect_garbage(path, keep_previous=0).spared
-        assert "a link or the like" in spared[0].why
+        assert "a link or a special file" in spared[0].why
     assert value(victim) == [1, 1, 1]
     assert (path / FOREIGN_SAVE).is_symlink()
 

@@ -218,7 +218,7 @@ def test_a_plugin_that_fails_while_looking_is_left_out(
     torch.save({"state_dict": {"w": torch.ones(2)}}, tmp_path / "b.ckpt")
     with caplog.at_level(logging.WARNING, logger="nnx.checkpoint"):
         assert open_checkpoint(tmp_path / "b.ckpt").format == "lightning"
-    assert "Checkpoint format 'bare' is left out: planted" in caplog.text
+    assert "Ignoring checkpoint format 'bare': planted" in caplog.text
 
 
 # --- what lies below something that was found -----------------------------------------------------

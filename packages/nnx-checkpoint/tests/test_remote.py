@@ -86,7 +86,9 @@ def test_urls_that_nothing_can_open_are_refused_with_the_way_out(name: str) -> N
         function("gs://x/y")
     with pytest.raises(CheckpointError, match=r"cannot open 'dropbox://x/y': .*dropboxdrivefs"):
         function("dropbox://x/y")
-    with pytest.raises(CheckpointError, match=r"'s3:/x/y' was a URL, of which pathlib removed a slash. Pass"):
+    with pytest.raises(
+        CheckpointError, match=r"'s3:/x/y' was a URL, and pathlib removed a slash of it. Pass"
+    ):
         function(Path("s3://x/y"))
 
 
@@ -115,7 +117,7 @@ def test_nothing_at_a_url_is_no_checkpoint(memory: str) -> None:
 
 def test_other_things_at_a_url_are_left_alone(memory: str) -> None:
     fsspec.filesystem("memory").pipe_file(f"{memory}/notes.txt", b"mine")
-    with pytest.raises(CheckpointError, match=r"it holds other things, such as 'notes.txt'"):
+    with pytest.raises(CheckpointError, match=r"it holds other files, such as 'notes.txt'"):
         save(memory, 1)
     with pytest.raises(CheckpointError, match=r"cannot save to '.*/notes.txt': it is a file"):
         save(f"{memory}/notes.txt", 1)

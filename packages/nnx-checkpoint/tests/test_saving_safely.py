@@ -99,7 +99,7 @@ def test_a_target_that_exists_is_refused_before_anything_is_read(
         for target in ("one.ckpt", "link.ckpt"):
             with pytest.raises(CheckpointError, match="it exists already"):
                 write(path, tmp_path / target)
-    with pytest.raises(CheckpointError, match="a link that leads to nothing"):
+    with pytest.raises(CheckpointError, match="a broken link"):
         save(tmp_path / "link.ckpt")
 
 
@@ -108,7 +108,7 @@ def test_nothing_is_written_into_what_it_is_made_of(tmp_path: Path, name: str) -
     path = save(tmp_path / "a.ckpt")
     before = sorted(path.rglob("*"))
     for write in (nnx_checkpoint.merge, nnx_checkpoint.convert):
-        with pytest.raises(CheckpointError, match="in the checkpoint that it is made of"):
+        with pytest.raises(CheckpointError, match="it is inside the source checkpoint"):
             write(path, path / name)
     assert sorted(path.rglob("*")) == before
 
@@ -123,12 +123,12 @@ def test_verifying_without_memory_says_so(
         raise error
 
     monkeypatch.setattr(verification, "_ReadAhead", fail)
-    with pytest.raises(CheckpointError, match="no memory is left"):
+    with pytest.raises(CheckpointError, match="out of memory"):
         nnx_checkpoint.verify(path)
 
 
 @pytest.mark.parametrize("text", ["1e400", "-1e400", "[1, 1e999]", "NaN", "Infinity"])
 def test_json_holds_finite_numbers_only(text: str) -> None:
-    with pytest.raises(ValueError, match=r"beyond the numbers|no number of JSON"):
+    with pytest.raises(ValueError, match=r"beyond the numbers|not a JSON number"):
         load_json(text.encode())
     assert load_json(b"[1e300, 1.5, -0.0]") == [1e300, 1.5, 0.0]

@@ -290,7 +290,7 @@ def edit_index(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
             lambda b: b["weight_map"].update({"0.weight": "dtensor/0.weight.*.bin"}),
             r"names shards of distributed tensors.*Gather",
         ),
-        (lambda b: b.pop("weight_map"), "not as ColossalAI writes it: KeyError"),
+        (lambda b: b.pop("weight_map"), "differs from the format of ColossalAI: KeyError"),
     ],
 )
 def test_an_index_that_does_not_fit_is_refused(
@@ -303,7 +303,7 @@ def test_an_index_that_does_not_fit_is_refused(
 
 def test_an_index_that_is_no_json_is_refused(saved: Path) -> None:
     (saved / "optimizer" / "pytorch_optim.bin.index.json").write_text("{")
-    with pytest.raises(CheckpointError, match="not as ColossalAI writes it: JSONDecodeError"):
+    with pytest.raises(CheckpointError, match="differs from the format of ColossalAI: JSONDecodeError"):
         storage.open_checkpoint(saved)
 
 

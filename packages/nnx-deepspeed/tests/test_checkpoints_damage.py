@@ -216,8 +216,8 @@ def test_state_that_does_not_follow_the_flat_parameters_is_refused(
     [
         (lambda s: s.update(group_paddings=[1, 1]), "partitions of group 0 have sizes"),
         (lambda s: s.update(single_partition_of_fp32_groups=[]), "with 2 flat groups"),
-        (lambda s: s.pop("partition_count"), "not as DeepSpeed writes it: KeyError"),
-        (lambda s: s.update(zero_stage="?"), "not as DeepSpeed writes it: ValueError"),
+        (lambda s: s.pop("partition_count"), "differs from the format of DeepSpeed: KeyError"),
+        (lambda s: s.update(zero_stage="?"), "differs from the format of DeepSpeed: ValueError"),
         (
             lambda s: s.update(
                 single_partition_of_fp32_groups=[t[:2] for t in s["single_partition_of_fp32_groups"]],

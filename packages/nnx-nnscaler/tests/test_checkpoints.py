@@ -289,7 +289,7 @@ def test_objects_of_the_user_need_trust_and_are_restored_with_it(written: Callab
         (lambda s: s["state_dict"].pop("CUBE_EXTRA_STATE"), r"parallel modules at \[\]"),
         (lambda s: s.pop("state_dict"), "lacks 'nnscaler-extra-state' or 'state_dict'"),
         (lambda s: s["optimizer_states"][0]["param_groups"].append({}), "several param groups"),
-        (lambda s: plan_of(s).pop("param_area_map"), "not as nnScaler writes it: KeyError"),
+        (lambda s: plan_of(s).pop("param_area_map"), "differs from the format of nnScaler: KeyError"),
         (lambda s: s["state_dict"].update(inner_bias_13=torch.zeros(2)), "2 elements, expected at least 5"),
         (
             lambda s: plan_of(s)["param_area_map"]["inner_weight_12"].update(

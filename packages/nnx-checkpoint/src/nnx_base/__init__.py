@@ -1,1 +1,1 @@
-"""The ground floor of nnx: errors, ranks and collectives, boxes, shards, dtypes; needs none of ours."""
+"""Errors, ranks and collectives, boxes, shards and dtypes: the layer that imports nothing else of nnx."""

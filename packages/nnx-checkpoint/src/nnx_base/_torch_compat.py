@@ -1,4 +1,4 @@
-"""The private names of torch that the ground floor relies on, and the record of a private name.
+"""List the private names of torch that `nnx_base` uses, and define the record of a private name.
 
 Nothing else in `nnx_base` uses a private name. `PRIVATE_NAMES` lists them; tests/test_private_names.py
 looks each of them up, and finds the names that are used elsewhere or are in no list.
@@ -21,8 +21,8 @@ class Private(NamedTuple):
 
     Attributes:
         without: The consequence if torch lacks it.
-        first: The first version of torch that it was seen in.
-        last: The last one.
+        first: The first version of torch that it was checked with.
+        last: The last version of torch that it was checked with.
     """
 
     without: str
@@ -43,24 +43,24 @@ PRIVATE_NAMES = {
 """The private names of torch that this module uses, and what happens where torch lacks one."""
 
 local_mode = torch._C.DisableTorchFunctionSubclass
-"""Context in which guarded tensors are what the engine made of them, on this thread."""
+"""Context manager that shows guarded tensors as the engine's own tensors, on this thread."""
 
 
 def default_group() -> dist.ProcessGroup:
-    """The group of all ranks, which must have been made."""
+    """Return the group of all ranks (after ``init_process_group``)."""
     return dist.distributed_c10d._get_default_group()
 
 
 def default_store() -> Store:
-    """The store that the ranks of the default group met at."""
+    """Return the store of the default group's rendezvous."""
     return dist.distributed_c10d._get_default_store()
 
 
 def process_groups() -> list[Any]:
-    """All process groups of this process; torch lists them nowhere else."""
+    """Return all process groups of this process; torch lists them nowhere else."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a collective of a group waits for a rank."""
+    """Return the timeout of a group's collectives."""
     return group._get_backend(group._device_types[0]).options._timeout

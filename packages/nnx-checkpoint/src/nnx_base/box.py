@@ -1,4 +1,4 @@
-"""Boxes: axis-aligned regions of a tensor, and the geometry on them.
+"""Compute with boxes: axis-aligned regions of a tensor.
 
 This module owns arithmetic on offsets and sizes only. It knows no tensors and imports nothing but the
 standard library, so that tools which merely inspect a checkpoint need not import torch.
@@ -45,11 +45,11 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """The box that covers a whole tensor of this shape."""
+        """Return the box that covers an unsharded tensor of this shape."""
         return cls(offset=(0,) * len(shape), size=tuple(shape))
 
     def intersection(self, other: Box) -> Box | None:
-        """The common region, or None where the two do not overlap.
+        """Return the common region, or None where the two do not overlap.
 
         Example:
             >>> Box((0,), (4,)).intersection(Box((3,), (4,)))
@@ -66,7 +66,7 @@ class Box:
         return Box(tuple(start), tuple(size))
 
     def relative_to(self, outer: Box) -> Box:
-        """This box in the coordinates of `outer`, which must contain it."""
+        """Return this box in the coordinates of `outer`, which must contain it."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.size)
 
 
@@ -74,7 +74,7 @@ def cut_range(begin: int, numel: int, *, low: int, high: int) -> tuple[int, int]
     """Return the slice of a tensor at ``[begin, begin + numel)`` in a partition ``[low, high)`` of a buffer.
 
     Returns:
-        Where that begins in the tensor, and its length; 0 and 0 where they have nothing in common.
+        The begin of the slice in the tensor, and its length; 0 and 0 if the two ranges do not overlap.
 
     Example:
         >>> cut_range(4, 6, low=7, high=14), cut_range(4, 6, low=12, high=14)
@@ -130,7 +130,7 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
     return [Box((row, *box.offset), (1, *box.size)) for box in boxes_of_range(shape[1:], start, stop)]
 
 
-@lru_cache(maxsize=16)  # plans and indexes ask for those of few shapes again and again
+@lru_cache(maxsize=16)  # plans and indexes request few shapes, many times each
 def boxes_of_grid(shape: tuple[int, ...], grid: tuple[int, ...]) -> Sequence[Box]:
     """Cut a tensor into boxes of one size, as `torch.chunk` cuts: the last box along a dim may be smaller.
 
@@ -150,7 +150,7 @@ def boxes_of_grid(shape: tuple[int, ...], grid: tuple[int, ...]) -> Sequence[Box
 
 @lru_cache(maxsize=1 << 14)
 def box_of_grid(shape: tuple[int, ...], grid: tuple[int, ...], number: int) -> Box:
-    """One of these boxes, by its place in their order."""
+    """Return the box with this number in the order of `boxes_of_grid`."""
     at: list[int] = []
     for full, step in zip(reversed(shape), reversed(grid), strict=True):
         number, place = divmod(number, -(-full // step))
@@ -160,7 +160,7 @@ def box_of_grid(shape: tuple[int, ...], grid: tuple[int, ...], number: int) -> B
 
 
 def overlapping_of_grid(shape: tuple[int, ...], grid: tuple[int, ...], box: Box) -> list[int]:
-    """The places of the boxes of a grid that share elements with a box, in ascending order.
+    """Return the numbers of the boxes of a grid that share elements with a box, in ascending order.
 
     Example:
         >>> overlapping_of_grid((10, 4), (3, 4), Box((2, 0), (2, 4)))
@@ -175,7 +175,7 @@ def overlapping_of_grid(shape: tuple[int, ...], grid: tuple[int, ...], box: Box)
 
 
 def numels_of_grid(shape: Sequence[int], grid: Sequence[int]) -> list[int]:
-    """The elements of each of these boxes.
+    """Return the number of elements of each box of a grid.
 
     Example:
         >>> numels_of_grid((5, 4), (3, 4))
@@ -198,7 +198,7 @@ def _sizes_of_grid(shape: Sequence[int], grid: Sequence[int]) -> Iterator[tuple[
 
 
 def grid_of(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[int, ...] | None:
-    """The extents by which boxes are a grid; None where they are none.
+    """Return the extents of one box if the boxes form a regular grid, else None.
 
     Args:
         shape: The shape of the tensor.
@@ -214,11 +214,11 @@ def grid_of(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[int, ...] | Non
 
 
 def find_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str:
-    """Check that boxes cut a tensor into pieces: inside it, without overlap, without a gap.
+    """Check that boxes partition a tensor: inside its shape, without overlap, without a gap.
 
     Args:
         shape: Shape of the tensor.
-        boxes: The pieces, in any order.
+        boxes: The boxes, in any order.
 
     Returns:
         The fault, or an empty string.
@@ -231,7 +231,7 @@ def find_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str:
     """
     boxes = list(boxes)
     if len(boxes) == 1 and boxes[0] == Box.whole(shape):
-        return ""  # by far the most frequent case
+        return ""  # most tensors are stored unsharded
     pieces = [box for box in boxes if box.numel > 0]
     for box in pieces:
         if len(box.size) != len(shape) or any(
@@ -246,7 +246,7 @@ def find_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str:
 
 
 def _find_overlap(shape: Sequence[int], boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that overlap; boxes that are ranges of the flattened tensor are compared as such."""
+    """Return two boxes that overlap, or None; compare boxes that are flat ranges by their ends only."""
     flat = [(found, box) for box in boxes if (found := _range_of(shape, box)) is not None]
     if len(flat) < len(boxes):
         return _sweep(len(shape), boxes)
@@ -258,7 +258,7 @@ def _find_overlap(shape: Sequence[int], boxes: list[Box]) -> tuple[Box, Box] | N
 
 
 def _range_of(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
-    """The elements that a box holds, if they follow each other in row-major order."""
+    """Return the flat range of a box's elements if they are contiguous in row-major order, else None."""
     start, inside = 0, False
     for full, offset, extent in zip(shape, box.offset, box.size, strict=True):
         if inside and extent != full:
@@ -269,14 +269,14 @@ def _range_of(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
 
 
 def _sweep(dims: int, boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Sweep along the tensor dim that is cut most often, comparing only boxes that meet there."""
-    import numpy as np  # not needed for whole tensors, which is what a listing sees
+    """Return two overlapping boxes; sweep along the dim with most cuts, so that few pairs are compared."""
+    import numpy as np  # numpy is imported here: listing checkpoints of unsharded tensors never needs it
 
     dim = max(range(dims), key=lambda d: len({box.offset[d] for box in boxes}))
     boxes = sorted(boxes, key=lambda b: (b.offset[dim], b))
     starts = np.array([box.offset for box in boxes], np.int64)
     stops = starts + np.array([box.size for box in boxes], np.int64)
-    following = np.searchsorted(starts[:, dim], stops[:, dim])  # of each box, the first that begins behind it
+    following = np.searchsorted(starts[:, dim], stops[:, dim])  # first box after each end
     for index, stop in enumerate(following):
         near = slice(index + 1, int(stop))
         meets = (starts[near] < stops[index]).all(1) & (starts[index] < stops[near]).all(1)

@@ -1,8 +1,8 @@
-"""Clean-up that keeps the first error, for the core and all engines.
+"""Run clean-up that keeps the first error.
 
-After an error the other ranks may be gone, so a collective of clean-up fails as well, with an error that
-names no cause. Clean-up that may fail runs through this module: every action is tried, an error of its own
-becomes a note of the first error, and the first error is the one that is raised.
+After an error the other ranks may be gone. A collective of the clean-up then fails as well, with an error
+that names no cause. This module calls every action, adds its error to the first error as a note, and raises
+the first error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger("nnx.errors")
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add a line that tracebacks show below an error. Python 3.10 has no notes, and gets a log line.
+    """Add a line that tracebacks show below an error (Python 3.10 has no notes: log the line).
 
     Example:
         >>> error = ValueError("bad sample 17")
@@ -31,10 +31,10 @@ def note(error: BaseException, text: str) -> None:
 
 
 class CleanUp:
-    """Run the actions of a clean-up one after the other, also where some of them fail.
+    """Run all actions of a clean-up one after the other, even if some fail.
 
     Args:
-        after: The error that made the clean-up necessary, None where nothing has failed so far.
+        after: The error that caused the clean-up; None if nothing has failed yet.
 
     Attributes:
         error: The first error, `after` or that of an action.
@@ -51,10 +51,10 @@ class CleanUp:
         self.error = self._after = after
 
     def run(self, doing: str, action: Callable[[], object]) -> None:
-        """Call an action; an error of it is kept if it is the first one, and a note of the first otherwise.
+        """Call an action; keep its error if it is the first, else add it to the first error as a note.
 
         Args:
-            doing: Names the action in the note, such as "gathering the model".
+            doing: Name of the action in the note, such as "gathering the model".
             action: The function to call.
         """
         try:
@@ -66,7 +66,7 @@ class CleanUp:
                 note(self.error, f"After this error, {doing} failed as well: {type(error).__name__}: {error}")
 
     def finish(self) -> None:
-        """Raise the first error, unless it is the one before the clean-up, which its owner raises."""
+        """Raise the first error, unless it is `after`, which the caller raises."""
         if self.error is not None and self.error is not self._after:
             raise self.error
 
@@ -76,8 +76,8 @@ def clean_up(doing: str, *actions: Callable[[], object]) -> Iterator[None]:
     """Call actions at the end of a block, in place of ``finally`` where they may fail.
 
     Args:
-        doing: Names them in a note of the block's error.
-        *actions: Called in this order, all of them.
+        doing: Name of the actions in a note of the block's error.
+        *actions: The functions to call, in this order; an error skips none of them.
 
     Raises:
         Exception: The block's own error; without one, the first error of an action.
@@ -95,8 +95,8 @@ def clean_up_after_error(doing: str, *actions: Callable[[], object]) -> Iterator
     """Call actions only if a block fails, in place of ``except BaseException`` and ``raise``.
 
     Args:
-        doing: Names them in a note of the block's error.
-        *actions: Called in this order, all of them.
+        doing: Name of the actions in a note of the block's error.
+        *actions: The functions to call, in this order; an error skips none of them.
     """
     try:
         yield

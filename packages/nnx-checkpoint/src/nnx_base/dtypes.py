@@ -1,4 +1,4 @@
-"""Names of element types, and the bytes of elements."""
+"""Name element types, and view elements as bytes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of an element type without `torch.`: ``"float32"``."""
+    """Return the name of an element type without `torch.`: ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
 @torch.no_grad()
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the elements in row-major order as a flat tensor of uint8, copied only where they do not lie so.
+    """Return the elements in row-major order as a flat tensor of uint8 (copy only if not contiguous).
 
     Example:
         >>> as_bytes(torch.ones(2, 2, dtype=torch.int16).t()).tolist()
@@ -25,5 +25,5 @@ def as_bytes(tensor: Tensor) -> Tensor:
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if dense.is_complex():
         dense = torch.view_as_real(dense)
-    # A dim of one element may have any stride, which `reshape` keeps and a view of bytes refuses.
+    # A dim of one element may have any stride: `reshape` keeps it, and a view as bytes refuses it.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

@@ -1,7 +1,7 @@
-"""The errors of checkpoints and of collective work, and the base of every error of nnx.
+"""Define the base of all errors of nnx, and the errors of checkpoints and of collective work.
 
-A message has the failed operation, the value seen, the expected value, and the remedy. The
-remedy is kept apart so that the command line can print it on a line of its own.
+A message names the failed operation, the value seen and the expected value. The remedy is a separate
+attribute, so that the command line can print it on its own line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class NnxError(Exception):
 
     Args:
         message: A sentence with the failed operation, the value seen and the expected value.
-        remedy: An imperative sentence that tells the user what to do about it.
+        remedy: An imperative sentence with the fix.
 
     Example:
         >>> str(NnxError("cannot read 'x.ckpt': no such directory.", remedy="Check the path."))
@@ -30,12 +30,12 @@ class NnxError(Exception):
         return f"{self.message} {self.remedy}".strip()
 
     def add(self, sentence: str) -> None:
-        """Say something more, before the remedy."""
+        """Append a sentence to the message, before the remedy."""
         self.message = f"{self.message} {sentence}".strip()
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The default would call the class with positional arguments only, and lose the remedy
-        # when an error travels from one rank to the others.
+        # The default `__reduce__` passes positional arguments only, and would drop the remedy
+        # when an error is sent to other ranks.
         return (_rebuild, (type(self), self.message, self.remedy))
 
 
@@ -48,15 +48,15 @@ class PluginError(NnxError):
 
 
 class UnsupportedError(NnxError, RuntimeError):
-    """The combination asked for (device, precision, model) is not supported by this backend."""
+    """The backend does not support the requested combination of device, precision and model."""
 
 
 class DisagreementError(NnxError, RuntimeError):
-    """The ranks differ in what they must have in common; the message names the first thing and the rank."""
+    """Ranks differ in a value that must be equal; the message names the first such value and the rank."""
 
 
 class RankLostError(NnxError, RuntimeError):
-    """A rank gives no sign of life: its process has ended or hangs, or its machine cannot be reached."""
+    """A rank does not respond: its process has ended or hangs, or its machine is unreachable."""
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
         usual = (
@@ -71,11 +71,11 @@ class CheckpointError(NnxError):
 
 
 class ReaderNotInstalledError(CheckpointError):
-    """The package that reads an engine's own checkpoints is not installed; the checkpoint may be sound."""
+    """The package that reads an engine's own checkpoints is not installed; the checkpoint may be intact."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint where one was to be read; Lightning's own strategies raise the other base."""
+    """No checkpoint exists at the path. It is a `FileNotFoundError`, which Lightning's strategies raise."""
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)

@@ -1,8 +1,8 @@
-"""Acting together: what all ranks of a group must agree on.
+"""Exchange control messages and errors between ranks.
 
-One rank that fails alone leaves the others waiting in their next collective. Everything in nnx
-that can fail on some ranks only runs inside `together`, so that every rank gets the same error.
-Control messages travel over a CPU (gloo) group, so that they work while a GPU is busy or broken.
+A rank that fails alone leaves the others waiting in their next collective. Work that can fail on some
+ranks only runs inside `together`, so that every rank raises the same error.
+Control messages use a CPU (gloo) group, so that they arrive while a GPU is busy or broken.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _ANSWER = 5.0
-"""Seconds in which a store that can be reached answers."""
+"""Seconds within which a reachable store answers."""
 _NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
 _control_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -66,9 +66,9 @@ def is_distributed() -> bool:
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """The gloo group over all ranks for control messages; None in a single process.
+    """Return the gloo group over all ranks for control messages; None in a single process.
 
-    The first call is collective: every rank must make it at the same point.
+    The first call is collective: every rank must call it at the same point.
     """
     if not is_distributed():
         return None
@@ -77,18 +77,18 @@ def control_group() -> dist.ProcessGroup | None:
 
 
 def background_group() -> dist.ProcessGroup | None:
-    """A gloo group over all ranks for one thread beside the main one; None in a single process.
+    """Return a gloo group over all ranks for one background thread; None in a single process.
 
-    Two threads that used one group would mix up their collectives. The first call is collective.
+    Two threads on one group would mix up their collectives. The first call is collective.
     """
     return _gloo_group(default_group(), _background_groups) if is_distributed() else None
 
 
 def engine_group() -> dist.ProcessGroup | None:
-    """A gloo group over all ranks for what engines do in the middle of user code; None in a single process.
+    """Return a gloo group over all ranks for engines' collectives inside user code; None in one process.
 
     On the world's group, a gather of one rank would pair with a reduction in the user code of another
-    rank, which does not come to that gather. The first call is collective.
+    rank that skips the gather. The first call is collective.
     """
     if not is_distributed():
         return None
@@ -99,19 +99,19 @@ def _gloo_group(
     world: dist.ProcessGroup, made: dict[dist.ProcessGroup, dist.ProcessGroup]
 ) -> dist.ProcessGroup:
     if world not in made:
-        made.clear()  # groups of a world that was destroyed since
+        made.clear()  # drop the groups of a destroyed world
         timeout = timedelta(seconds=group_timeout())
         made[world] = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     return made[world]
 
 
 def group_timeout() -> float:
-    """Seconds after which a collective of the world's group gives up waiting for a rank."""
+    """Return the timeout in seconds of collectives on the world's group."""
     return timeout_of(default_group()).total_seconds()
 
 
 def all_gather_object(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Every rank's value, in rank order; just this one without a group."""
+    """Return every rank's value, in rank order; only this value without a group."""
     if group is None:
         return [value]
     values: list[T | None] = [None] * dist.get_world_size(group)
@@ -120,7 +120,7 @@ def all_gather_object(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def gather_object(value: T, group: dist.ProcessGroup | None) -> list[T] | None:
-    """Every rank's value on rank 0, in rank order, and None on the others; just this one without a group."""
+    """Return every rank's value in rank order on rank 0, else None; only this value without a group."""
     if group is None:
         return [value]
     is_target = dist.get_rank(group) == 0
@@ -131,35 +131,35 @@ def gather_object(value: T, group: dist.ProcessGroup | None) -> list[T] | None:
 
 @torch.no_grad()
 def broadcast_tensor(tensor: Tensor) -> None:
-    """Give a tensor rank 0's values on every rank of the world, in place, for any strides. Collective.
+    """Broadcast a tensor from rank 0 to the world in place, for any strides. Collective.
 
-    ``torch.distributed`` writes a tensor's elements one after the other from its first address on, also
-    where they do not lie so: for a slice that hits its neighbours, for an expanded tensor other objects.
+    ``torch.distributed`` writes the elements one after the other from the first address on and
+    ignores strides. For a slice it would overwrite the neighbours, for an expanded tensor other objects.
     """
     data = tensor.detach()
     data = data[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in data.stride())]
     if data.numel() == 0:
         return
     dense = data.contiguous()
-    # NCCL and gloo lack some integers; what travels is the same either way.
+    # NCCL and gloo lack some integer types; a view as bytes sends the same data.
     dist.broadcast(as_bytes(dense) if dense.dtype in _NOT_SENT else dense, src=0)
     if dense is not data:
         data.copy_(dense)
 
 
 def all_arrive(place: str, *, timeout: float) -> bool:
-    """Return True if every rank makes this call within a time. Usable where a collective would hang.
+    """Return True if every rank makes this call within a time. Use it where a collective would hang.
 
-    After an error on one rank the others may be in the middle of some collective; one more, unmatched,
-    would hang or abort the process. So this goes through the store that the group was started with.
+    After an error on one rank the others may be inside another collective. One more, unmatched, would hang
+    or abort the process. So this call uses the store of the group's rendezvous.
 
     Args:
-        place: Names the call; the ranks' first visits to it belong together, then their second ones.
+        place: Name of the call. The n-th call of each rank under this name belongs to the others' n-th.
         timeout: Seconds to wait for the others.
     """
     if not is_distributed():
         return True
-    with suppress(RuntimeError):  # the rank that keeps the store is gone
+    with suppress(RuntimeError):  # the rank that hosts the store is gone
         return ask_store(lambda store: _arrive(store, place, timeout), timeout=timeout + _ANSWER)
     return False
 
@@ -175,23 +175,23 @@ def _arrive(store: Store, place: str, timeout: float) -> bool:
         time.sleep(0.05)
         arrived = store.add(key, 0)
     if arrived < dist.get_world_size():
-        store.add(key, -1)  # whoever comes from now on must not count this rank,
+        store.add(key, -1)  # later ranks must not count this one,
         store.add(f"{key}, left", 1)  # nor wait for it
     return arrived == dist.get_world_size()
 
 
 def ask_store(operation: Callable[[Store], T], *, timeout: float) -> T:
-    """Return the result of an operation on the store that the process group was started with.
+    """Return the result of an operation on the store of the process group's rendezvous.
 
-    torch waits without limit for a store whose machine is cut off. So the operation runs in a thread of its
-    own, which is left behind if it does not end.
+    torch waits without limit for a store on an unreachable machine. So the operation runs in its own
+    thread, which is abandoned after the timeout.
 
     Args:
-        operation: Gets the store, and may use it several times.
-        timeout: Seconds for all of it.
+        operation: A function of the store, which may use it several times.
+        timeout: Seconds for the complete operation.
 
     Raises:
-        RankLostError: It did not end in time.
+        RankLostError: The operation did not end in time.
     """
     store = default_store()
     ended: list[Callable[[], T]] = []
@@ -208,7 +208,7 @@ def ask_store(operation: Callable[[Store], T], *, timeout: float) -> T:
     thread.join(timeout)
     if not ended:
         raise RankLostError(
-            f"rank 0, which keeps the store of the process group, did not answer within {timeout:.0f} s."
+            f"rank 0, which hosts the store of the process group, did not answer within {timeout:.0f} s."
         )
     return ended[0]()
 
@@ -219,24 +219,24 @@ def _raise(error: BaseException) -> NoReturn:
 
 @contextmanager
 def together(group: dist.ProcessGroup | None, *, doing: str) -> Iterator[None]:
-    """Run a block that may fail on some ranks, and make it fail on all of them or none.
+    """Run a block that may fail on some ranks; raise on every rank if it fails on any.
 
-    The block itself must not contain collectives that a failing rank would leave open.
+    The block must not contain collectives: a rank that fails before one leaves the others waiting in it.
 
     Args:
-        group: Ranks that take part; None outside distributed runs.
-        doing: Names the work of the block in the message on ranks that did not fail themselves.
+        group: The participating ranks; None outside distributed runs.
+        doing: Name of the block's work in the message on ranks that did not fail.
 
     Raises:
-        NnxError: On a rank that failed its own error, on the others that of the lowest failing rank.
+        NnxError: The own error on a rank that failed; the error of the lowest failing rank on the others.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
         error = caught
-    with _stays_first(error, f"telling the other ranks that {doing} failed"):
-        failures = all_gather_object(_portable(error), group)
+    with _first_error_wins(error, f"reporting to the other ranks that {doing} failed"):
+        failures = all_gather_object(_picklable(error), group)
     if error is not None and (group is None or isinstance(error, NnxError)):
         raise error
     failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
@@ -248,31 +248,31 @@ def together(group: dist.ProcessGroup | None, *, doing: str) -> Iterator[None]:
 
 
 @contextmanager
-def _stays_first(first: Exception | None, doing: str) -> Iterator[None]:
-    """Around a collective after an error: the error is the one that is raised if the other ranks are gone."""
+def _first_error_wins(first: Exception | None, doing: str) -> Iterator[None]:
+    """Context manager for a collective after an error: raise that error if the other ranks are gone."""
     try:
         yield
     except Exception as error:
         if first is None:
             raise
         note(first, f"After this error, {doing} failed as well: {type(error).__name__}: {error}")
-        raise first  # noqa: B904 - the other one came later
+        raise first  # noqa: B904 - the other error came later
 
 
-def _portable(error: Exception | None) -> NnxError | None:
-    """An error that survives the trip to another rank."""
+def _picklable(error: Exception | None) -> NnxError | None:
+    """Return the error in a form that pickles, for the other ranks."""
     if error is None or isinstance(error, NnxError):
         return error
     return NnxError(f"{type(error).__name__}: {error}")
 
 
-# A save is a few rounds: describe, plan, then write and commit. In each, all ranks do something, the
-# coordinator (rank 0 of the group) sees all results and answers each rank. A rank that fails still takes
-# part, so that nobody waits for it, and all ranks raise the same error.
+# A save has a few rounds: describe, plan, then write and commit. In each round all ranks work, and the
+# coordinator (rank 0 of the group) gathers all results and answers each rank. A rank that fails still
+# sends its error, because the others would wait for it; then all ranks raise the same error.
 
 
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This process's rank in the group and the number of ranks; (0, 1) without a group."""
+    """Return this process's rank in the group and the number of ranks; (0, 1) without a group."""
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
@@ -287,18 +287,18 @@ def exchange(
     """Run one round.
 
     Args:
-        group: The ranks that take part, over a CPU backend; None for this process alone.
+        group: The participating ranks, over a CPU backend; None for this process alone.
         work: The function that every rank calls. It must not communicate.
-        decide: Makes one answer for each rank out of all results, in rank order, on the coordinator.
+        decide: Function on the coordinator from all results, in rank order, to one answer for each rank.
         doing: The purpose of the round, used in messages.
-        give_up: Called on the coordinator if anything failed, before the others learn of it. It says how
-            things stand, which the error repeats.
+        give_up: Function called on the coordinator after a failure, before the others learn of it. It returns
+            a sentence about the state of the checkpoint, which the error repeats.
 
     Returns:
         The coordinator's answer to this rank.
 
     Raises:
-        CheckpointError: Some rank's work or the coordinator's decision failed; on every rank alike.
+        CheckpointError: A rank's work or the coordinator's decision failed (the same error on every rank).
     """
     outcome = _attempt(work)
     if group is None:
@@ -310,15 +310,15 @@ def exchange(
             raise answer.raised from answer.error
         return cast(R, answer)
     own = outcome if isinstance(outcome, _Failure) else None
-    with _stays_first(own.raised if own else None, f"telling the other ranks that {doing} failed"):
-        answer = _travel(group, outcome, decide, doing, give_up)
+    with _first_error_wins(own.raised if own else None, f"reporting to the other ranks that {doing} failed"):
+        answer = _communicate(group, outcome, decide, doing, give_up)
     if isinstance(answer, _Failure):
         raise answer.raised from (own.error if own else None)
     return cast(R, answer)
 
 
 class _Failure:
-    """An error on its way to the other ranks; the original stays behind."""
+    """An error in the form that is sent to other ranks; the original exception stays on its rank."""
 
     def __init__(self, error: Exception, host: str = "") -> None:
         self.error: Exception | None = error
@@ -342,7 +342,7 @@ def _attempt(work: Callable[[], T]) -> T | _Failure:
         return _Failure(error)
 
 
-def _travel(
+def _communicate(
     group: dist.ProcessGroup,
     outcome: T | _Failure,
     decide: Callable[[list[T]], list[R]],
@@ -358,7 +358,7 @@ def _travel(
 
 
 def share(group: dist.ProcessGroup | None, value: T | None, *, doing: str) -> T:
-    """Give the coordinator's value to every rank; what the others pass does not count."""
+    """Broadcast the coordinator's value to every rank; the values of other ranks are ignored."""
     if group is None:
         return cast(T, value)
     values: list[Any] = [value]
@@ -370,14 +370,14 @@ def share(group: dist.ProcessGroup | None, value: T | None, *, doing: str) -> T:
 def deliver(
     group: dist.ProcessGroup, outgoing: Sequence[bytes], senders: Sequence[int], *, doing: str
 ) -> list[bytes]:
-    """Send large messages to the coordinator, from few ranks, without every rank taking part.
+    """Send large messages from a few ranks to the coordinator; other ranks communicate nothing.
 
     Args:
         group: The ranks.
         outgoing: The bytes that this rank sends; the coordinator itself sends nothing.
-        senders: On the coordinator: the rank of each message, in an order that is that of `outgoing` for
-            each rank.
-        doing: The purpose of this, used in messages.
+        senders: On the coordinator, the rank of each message; messages of one rank in the order of its
+            `outgoing`.
+        doing: The purpose of the messages, used in errors.
 
     Returns:
         The messages, on the coordinator.

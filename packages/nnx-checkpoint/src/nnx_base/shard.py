@@ -1,10 +1,10 @@
-"""Define a shard: the part of one logical tensor that this rank holds.
+"""Define the local shard: the elements of one logical tensor that this rank holds.
 
-A logical tensor has a global shape and is cut into *boxes* (axis-aligned hyperrectangles). Every engine's way
-of partitioning reduces to boxes: whole replicas, DTensor shards along any tensor dim, local shards of a
-compiled program, and ranges of a flattened buffer. This module owns what ties boxes (`nnx_base.box`) to
-tensors. It never communicates and never copies data. See `nnx_checkpoint` for who writes and reads shards,
-`nnx_core.backend` for who makes them.
+A logical tensor has a global shape and is partitioned into *boxes* (axis-aligned hyperrectangles). Every
+engine's partitioning reduces to boxes: replicas, DTensor shards along any tensor dim, local shards of
+generated code, and ranges of a flattened buffer. This module connects boxes (`nnx_base.box`) with tensors.
+It never communicates and never copies data. `nnx_checkpoint` writes and reads shards;
+`nnx_core.backend` makes them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = ["Box", "Shard", "shard_of", "shard_of_range"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """Handles on what this rank holds of one logical tensor: views, never copies.
+    """The local shard of one logical tensor: views of the engine's own storage, never copies.
 
     Attributes:
-        shape: Shape of the whole logical tensor.
-        dtype: Its dtype, which is also that of every view.
+        shape: Global shape of the logical tensor.
+        dtype: Dtype of the logical tensor and of every view.
         boxes: The box of each view in the logical tensor; empty if this rank holds nothing.
-        data: One view for each box, of exactly the box's size. Writing into it fills the engine's
+        data: One view for each box, of exactly the box's size. Writing into a view fills the engine's
             own storage in place.
-        is_copy: True if the module's ``state_dict`` made it, which other ranks may have made otherwise.
+        is_copy: True if the module's ``state_dict`` made the tensor; other ranks' copies may differ.
     """
 
     shape: tuple[int, ...]
@@ -56,30 +56,30 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """True if this rank holds the complete tensor in one piece."""
+        """True if this rank holds the unsharded tensor as one box."""
         return len(self.boxes) == 1 and self.boxes[0].size == self.shape
 
     def fill_from(self, full: Tensor) -> None:
-        """Copy this rank's part out of a complete tensor of the logical shape."""
+        """Copy the local shard out of an unsharded tensor of the logical shape."""
         for box, view in zip(self.boxes, self.data, strict=True):
             view.copy_(full[box.slices])
 
 
 def shard_of(tensor: Tensor) -> Shard:
-    """Describe a plain tensor (held whole) or a DTensor (any placement but partial).
+    """Describe a plain tensor (unsharded) or a DTensor (any placement but partial).
 
     Args:
         tensor: The tensor as the engine holds it; autograd history is ignored.
 
     Returns:
-        A shard whose views alias the tensor's own storage. It has no box where this rank holds no
+        A shard whose views alias the tensor's own storage. It has no box if this rank holds no
         element, except that an empty tensor keeps its one empty box.
 
     Example:
         >>> shard_of(torch.zeros(2, 3)).is_whole
         True
     """
-    with local_mode():  # a guarded parameter is a shard here, not the whole
+    with local_mode():  # describe a guarded parameter's shard, not the gathered tensor
         return _shard_of(tensor)
 
 
@@ -98,13 +98,13 @@ def _shard_of(tensor: Tensor) -> Shard:
 
 
 def shard_of_range(flat: Tensor, *, shape: Sequence[int], start: int) -> Shard:
-    """Describe a piece of a flat buffer that holds elements ``[start, start + len)`` of a tensor.
+    """Describe a slice of a flat buffer that holds elements ``[start, start + len)`` of a tensor.
 
-    This is how ZeRO partitions and chunk managers expose what they hold.
+    ZeRO partitions and chunk managers expose their elements as such slices.
 
     Args:
         flat: 1-d view on the elements that this rank holds.
-        shape: Shape of the whole logical tensor.
+        shape: Global shape of the logical tensor.
         start: Flat index, in the logical tensor, of the first element of `flat`.
 
     Returns:

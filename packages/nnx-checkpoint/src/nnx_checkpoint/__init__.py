@@ -1,7 +1,7 @@
-"""One checkpoint format for every strategy: written by all ranks, read at any world size.
+"""Save and load one checkpoint format under every strategy and world size.
 
-`docs/checkpoint-format.md` specifies the format. Importing this package is light: torch is loaded only
-by what needs it, so that the command line can inspect and verify without it.
+`docs/checkpoint-format.md` specifies the format. Importing this package does not import torch, so that the
+command line can inspect and verify checkpoints without it.
 """
 
 from __future__ import annotations

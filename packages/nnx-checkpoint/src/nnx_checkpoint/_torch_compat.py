@@ -1,4 +1,4 @@
-"""The private names of torch that checkpoints rely on.
+"""List the private names of torch that `nnx_checkpoint` uses.
 
 Nothing else in `nnx_checkpoint` uses a private name. `PRIVATE_NAMES` lists them; tests/test_private_names.py
 looks each of them up, and finds the names that are used elsewhere or are in no list.
@@ -47,23 +47,23 @@ class WithoutData(Tensor):
 
     @classmethod
     def shaped(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
-        """Make one of a shape, element type and device."""
+        """Return a tensor without data of a shape, dtype and device."""
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse arithmetic: there is no data here."""
+        """Refuse arithmetic: the tensor has no data."""
         raise TypeError(f"{cls.__name__} stands for a shard in a state dict and cannot compute {func}")
 
 
 class _Reader:
-    """Gives `torch.serialization._load` the records of a file, and notes where it looks for them.
+    """Serves the records of a file to `torch.serialization._load`, and records their positions.
 
-    Torch calculates where storages are, for files that name the version of its own writer in a record
-    ``.format_version``, and any program that rewrites the zip puts them elsewhere. So this reader
-    has no such record, and torch asks it for every position.
+    For files with a record ``.format_version`` torch computes the positions of storages from the layout of
+    its own writer. A program that rewrites the zip changes them. So this reader hides that record, and torch
+    asks the reader for every position.
 
     Args:
         path: The file.
@@ -92,7 +92,7 @@ def load_structure(path: Path) -> tuple[Any, dict[str, int]]:
     is in the file instead of reading it.
 
     Returns:
-        Return the saved object, and the offset of the data of each storage record.
+        The saved object, and the offset of the data of each storage record.
     """
     reader, load = _Reader(path), cast("Any", torch.serialization._load)
     with FakeTensorMode(), _no_tracebacks():
@@ -102,7 +102,7 @@ def load_structure(path: Path) -> tuple[Any, dict[str, int]]:
 
 @contextmanager
 def _no_tracebacks() -> Iterator[None]:
-    """Keep torch from printing a traceback of the next error (`FakeTensorMode`)."""
+    """Keep torch from printing tracebacks of errors inside `FakeTensorMode`."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -112,16 +112,16 @@ def _no_tracebacks() -> Iterator[None]:
 
 
 def position_in_file(tensor: Tensor) -> int:
-    """Where the storage of a tensor from `load_structure` is: ``_checkpoint_offset``.
+    """Return the file position of the storage of a tensor from `load_structure` (``_checkpoint_offset``).
 
     Raises:
-        CheckpointError: torch has not noted it.
+        CheckpointError: torch did not record the position.
     """
     storage = tensor.untyped_storage()
     position = getattr(storage, "_checkpoint_offset", None)
     if position is None and storage.nbytes():
         raise CheckpointError(
-            f"torch {torch.__version__} does not say where a tensor of {storage.nbytes()} bytes is stored.",
+            f"torch {torch.__version__} did not record the position of a {storage.nbytes()}-byte tensor.",
             remedy="Read the file with torch 2.11 to 2.14, or save it with a later torch.save.",
         )
     return int(position or 0)
@@ -131,23 +131,23 @@ _ENGINES = ("torch.distributed.", "nnx_colossalai.", "fairscale.", "deepspeed.")
 
 
 def loads_itself(module: nn.Module) -> bool:
-    """Return True if loading a module's own entries is more than copying them under their names.
+    """Return True if the user's code changes how a module loads its own entries.
 
-    It is where the user overrides `_load_from_state_dict`, or where a hook stands before it in
-    `_load_state_dict_pre_hooks` that no engine has put there. What torch's own classes
-    override only adds entries that old files lack.
+    The user either overrides `_load_from_state_dict` or registers a hook in `_load_state_dict_pre_hooks`;
+    hooks of engines do not count. Overrides of torch's own classes do not count either: they only add
+    entries that old files lack.
     """
     hooks = module._load_state_dict_pre_hooks.values()
     return any(map(_is_of_user, hooks)) or not _is_of_torch(module, "_load_from_state_dict")
 
 
 def _is_of_user(hook: Any) -> bool:
-    """Whether no engine has registered a hook; torch wraps some, with the user's function in ``hook``."""
+    """Return True if the user registered a hook (torch wraps some; the function is in ``hook``)."""
     return not str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith(_ENGINES)
 
 
 def overrides_loading(module: nn.Module) -> bool:
-    """Return True if a class, be it torch's, has a `_load_from_state_dict` of its own."""
+    """Return True if the module's class, even one of torch, overrides `_load_from_state_dict`."""
     return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
 
 
@@ -163,14 +163,14 @@ def _is_of_torch(module: nn.Module, method: str) -> bool:
 
 
 def has_load_hooks(module: nn.Module) -> bool:
-    """Return True if the user's hooks follow the loading: ``_load_state_dict_post_hooks``."""
+    """Return True if user hooks run after loading (``_load_state_dict_post_hooks``)."""
     return any(map(_is_of_user, module._load_state_dict_post_hooks.values()))
 
 
 def call_load_hooks(module: nn.Module, missing: list[str], unexpected: list[str]) -> None:
-    """Call the hooks that follow a module's loading, which may change both lists.
+    """Call a module's hooks after loading; they may change both lists.
 
-    They get `torch.nn.modules.module._IncompatibleKeys`.
+    Each hook gets a `torch.nn.modules.module._IncompatibleKeys`.
     """
     for hook in list(module._load_state_dict_post_hooks.values()):
         hook(module, nn.modules.module._IncompatibleKeys(missing, unexpected))
@@ -190,24 +190,24 @@ STORAGE_DTYPES = {
     "LongStorage": "int64",
     "ShortStorage": "int16",
 }
-"""Which element type each class of storages stands for in pickles of ``torch.save``."""
+"""The element type of each storage class in pickles of ``torch.save``."""
 
 
 def storage_kind(dtype: torch.dtype) -> Any:
-    """The class that a file of ``torch.save`` names for the elements of a tensor.
+    """Return the class that a file of ``torch.save`` names for the elements of a tensor.
 
-    It is one of the public classes such as `torch.FloatStorage`; newer element types have none, and are
-    stored as bytes.
+    The class is public, such as `torch.FloatStorage`. Newer element types have none: the file stores
+    bytes.
     """
     name = _CLASSES.get(str(dtype).removeprefix("torch."), "UntypedStorage")
     return getattr(torch, name)
 
 
 def rebuilding(storage: Any, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
-    """How a file of ``torch.save`` describes a contiguous tensor: a function and its arguments.
+    """Return the function and arguments by which ``torch.save`` pickles a contiguous tensor.
 
-    They are `torch._utils._rebuild_tensor_v2` and, for element types without a storage class,
-    `torch._utils._rebuild_tensor_v3` (the names are part of the file format).
+    The function is `torch._utils._rebuild_tensor_v2` or, for element types without a storage class,
+    `torch._utils._rebuild_tensor_v3`. The names belong to the file format.
     """
     strides, step = [], 1
     for extent in reversed(shape):
@@ -224,7 +224,7 @@ _CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 
 
 def storage_info() -> Any:
-    """The class that says where an item of a DCP directory lies: its file, first byte and length.
+    """Return the class of an item's position in a DCP directory: file, first byte and length.
 
     It is `torch.distributed.checkpoint.filesystem._StorageInfo`.
     """

@@ -1,9 +1,9 @@
-"""Saving and loading in a training loop of one's own: a module, optimizers, tensors and values, by name.
+"""Save and load a module, optimizers, tensors and values by name, in your own training loop.
 
 Entries have the names that strategies give them, so `nnx.load_from_checkpoint` and every strategy find
-the weights. Parameters may be plain tensors or DTensors, as after ``fully_shard``: a checkpoint that any
-number of processes saved loads in any other number. `writer` writes and `reader` reads; this module only
-gathers the state to save, and distributes the state it read.
+the weights. Parameters may be plain tensors or DTensors, as after ``fully_shard``. A checkpoint of any number
+of processes loads in any other number. `writer` writes and `reader` reads; this module only gathers the state
+to save, and distributes the loaded state.
 """
 
 from __future__ import annotations
@@ -76,19 +76,19 @@ def save(
         tensors: Tensors, DTensors or shards by name, of any shapes.
         model: A module whose parameters, buffers and extra state are saved.
         optimizer: An optimizer, or several, of parameters of the model.
-        objects: Everything else, as rank 0 has it; what has `state_dict` and `load_state_dict` by its state.
+        objects: All other values of rank 0. An object with `state_dict` is saved as that state.
         rank_objects: A tree of this rank alone, such as its random state or loader, with small tensors.
-        prefix: Stands before the model's names, as ``"model."`` of a LightningModule's ``self.model``.
+        prefix: Prefix of the model's names, such as ``"model."`` for a LightningModule's ``self.model``.
         aliases: Tied names that share storage with a tensor stored under another name.
-        state_dict_type: ``"deduped"`` stores each box once; ``"sharded"`` every rank's whole local state.
-        provenance: Plain JSON that says where the checkpoint comes from.
+        state_dict_type: ``"deduped"`` stores each box once; ``"sharded"`` every rank's complete local state.
+        provenance: Plain JSON about the origin of the checkpoint.
         opaque: ``"pickle"`` stores objects that have no safe encoding; ``"error"`` refuses them.
         keep_previous: The number of earlier saves at this path to keep on disk.
-        collective: False writes from this process alone, which must hold every tensor whole.
+        collective: False writes from this process alone, which must hold every tensor unsharded.
         **values: Further objects by name, such as ``step=3`` or ``scheduler=scheduler``.
 
     Raises:
-        CheckpointError: On every rank, if one cannot describe or write its shards, or objects' states differ.
+        CheckpointError: A rank cannot describe or write its shards, or states differ (on every rank).
         TypeError: A value is named almost like an argument, or optimizers are given without a model.
 
     Example:
@@ -127,7 +127,7 @@ def load(
 ) -> dict[str, Any]:
     """Fill tensors, a module, optimizers and other objects in place; collective over all ranks.
 
-    Each rank reads the bytes of its own parts only.
+    Each rank reads the bytes of its own shards only.
 
     Args:
         path: A checkpoint of any known format: a directory, a file or a URL.
@@ -136,16 +136,16 @@ def load(
         optimizer: The optimizer to fill, or as many as were saved.
         objects: Objects with `load_state_dict`, by the names that they were saved under.
         rank_objects: Names of entries saved as `rank_objects`; needs as many processes as saved.
-        prefix: Stands before the model's names, as ``"model."`` of a LightningModule's ``self.model``.
-        strict: False leaves alone what the checkpoint or the module does not have.
-        weights_only: False executes code that whoever wrote the checkpoint may have put there.
+        prefix: Prefix of the model's names, such as ``"model."`` for a LightningModule's ``self.model``.
+        strict: False ignores entries that only the checkpoint or only the module has.
+        weights_only: False executes code that the author of the checkpoint may have put there.
         **stateful: Further objects with `load_state_dict`, such as ``scheduler=scheduler``.
 
     Returns:
-        The values and objects that were saved, without those that were filled.
+        The saved values and objects, except those that were filled in place.
 
     Raises:
-        CheckpointError: On every rank: there is no checkpoint, it is damaged, or it is of another model.
+        CheckpointError: The checkpoint is missing, damaged, or of another model (on every rank).
         TypeError: An object has no `load_state_dict`, or is named almost like an argument.
 
     Example:
@@ -182,7 +182,7 @@ def _refuse_misspelt(function: str, values: Mapping[str, Any], options: Iterable
     for name in values:
         if near := get_close_matches(name, options, n=1, cutoff=0.8):
             raise TypeError(
-                f"{function}() has no argument {name!r}; for {near[0]!r} it is too near to be a value."
+                f"{function}() has no argument {name!r}; a value's name must differ more from {near[0]!r}."
             )
 
 
@@ -209,7 +209,7 @@ def _gathered(
 
 
 def _renamed(state: OptimizerState, change: Callable[[str], str]) -> OptimizerState:
-    """The same state under other names of parameters; numbers stay."""
+    """Return the state with parameter names changed; numbers stay."""
 
     def name_of(key: Any) -> Any:
         return change(key) if isinstance(key, str) else key
@@ -233,7 +233,7 @@ def _fill_model(model: nn.Module, stored: Checkpoint, prefix: str, *, strict: bo
     """Fill a module with the entries below a prefix. Collective.
 
     Raises:
-        CheckpointError: Names or shapes differ; where another prefix fits, it is the remedy.
+        CheckpointError: Names or shapes differ. The remedy names another prefix if that fits.
     """
     group = control_group()
     source = LazyStateDict(stored, prefix)
@@ -253,14 +253,14 @@ def _refuse_other_prefix(state: ModelState, source: LazyStateDict, prefix: str) 
     if fitting:
         raise CheckpointError(
             f"the names in '{source.stored.path}' begin with {fitting[0]!r}"
-            + (f", and prefix is {prefix!r}." if prefix else ", and those of the model do not."),
+            + (f", and prefix is {prefix!r}." if prefix else ", the names of the model do not."),
             remedy=f"Pass prefix={fitting[0]!r}." if fitting[0] else "Leave prefix out.",
         )
 
 
 def _owner(model: nn.Module | None) -> nn.Module:
     if model is None:
-        raise TypeError("An optimizer's state is stored by the names of parameters: pass `model`, too.")
+        raise TypeError("an optimizer's state is stored by parameter name: pass `model` as well.")
     return model
 
 
@@ -274,21 +274,21 @@ def _states(stored: Any, optimizers: Sequence[Optimizer]) -> list[OptimizerState
     states = stored_optimizer_states(stored) or []
     if len(states) != len(optimizers):
         raise CheckpointError(
-            f"'{stored.path}' has the state of {len(states)} optimizers; {len(optimizers)} are to be filled.",
-            remedy="Pass as many as were saved, in the same order.",
+            f"'{stored.path}' has the state of {len(states)} optimizers, and load() got {len(optimizers)}.",
+            remedy="Pass all saved optimizers, in the same order.",
         )
     return states
 
 
 def _is_stateful(value: Any) -> bool:
-    """Return True if an object keeps its state as schedulers, GradScalers, samplers and loaders do."""
+    """Return True if an object has `state_dict`, like schedulers, GradScalers, samplers and loaders."""
     if isinstance(value, type):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def with_states(request: SaveRequest) -> SaveRequest:
-    """Replace the objects of a request that have a state by their state. Collective if the request is.
+    """Return the request with stateful objects replaced by their state. Collective if the request is.
 
     Raises:
         CheckpointError: A state is sharded, or differs between ranks.
@@ -307,10 +307,10 @@ def _states_of(
     *,
     collective: bool,
 ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    """Both trees with states in place of the objects that have one.
+    """Return both trees with stateful objects replaced by their state.
 
     Raises:
-        CheckpointError: A state is sharded, or one of which rank 0's is stored differs between ranks.
+        CheckpointError: A state is sharded, or a state in `objects` differs between ranks.
     """
     group = control_group() if collective else None
     found: list[Any] = []
@@ -321,7 +321,7 @@ def _states_of(
         found[:] = common, None if rank_objects is None else _with_states(rank_objects, (), {})
         return {name: _digest(state, opaque) for name, state in states.items()} if group else {}
 
-    exchange(group, read, _refuse_differing_states, doing="reading the state of what is saved")
+    exchange(group, read, _refuse_differing_states, doing="reading the state of the objects to save")
     return found[0], found[1]
 
 
@@ -331,7 +331,7 @@ def _refuse_differing_states(digests: list[dict[str, str]]) -> list[None]:
         for name in first.keys() & theirs.keys():
             if first[name] != theirs[name]:
                 raise CheckpointError(
-                    f"the state of {name!r} on rank {rank} is another than on rank 0, whose state would be "
+                    f"the state of {name!r} on rank {rank} differs from rank 0, whose state would be "
                     "stored for all.",
                     remedy=f"Pass it as rank_objects={{{name!r}: ...}}, to save and to load.",
                 )
@@ -339,7 +339,7 @@ def _refuse_differing_states(digests: list[dict[str, str]]) -> list[None]:
 
 
 def _with_states(value: Any, place: tuple[str, ...], states: dict[str, Any]) -> Any:
-    """A tree with states in place of objects that have one; they are also put into `states` by place."""
+    """Return a tree with stateful objects replaced by their state; add each state to `states` by position."""
     if _is_stateful(value):
         state = value.state_dict()
         name = ".".join(place)
@@ -359,13 +359,13 @@ def _refuse_sharded(leaf: Any, owner: Any, name: str) -> Any:
     if isinstance(leaf, DTensor):
         raise CheckpointError(
             f"the state of {name!r}, a {type(owner).__name__}, holds DTensors, which are sharded.",
-            remedy="Save it as `model` or `optimizer`, in a checkpoint of its own if there are several.",
+            remedy="Save it as `model` or `optimizer`; use one checkpoint for each if there are several.",
         )
     return leaf
 
 
 def _digest(state: Any, opaque: Literal["error", "pickle"]) -> str:
-    """A hash of a state, so that ranks can compare theirs."""
+    """Return a hash of a state, which ranks compare."""
     encoder = Encoder("", "skip" if opaque == "pickle" else "error")
     found = sha256(json.dumps(encoder.encode(state), sort_keys=True).encode())
     for _, tensor in sorted(encoder.tensors.items()):
@@ -375,7 +375,7 @@ def _digest(state: Any, opaque: Literal["error", "pickle"]) -> str:
 
 
 def _refuse_stateless(target: Any, name: str) -> None:
-    """Refuse what nothing can be loaded into."""
+    """Refuse a target without `load_state_dict`."""
     if type(target) is dict:
         for key, item in target.items():
             _refuse_stateless(item, f"{name}.{key}")
@@ -390,10 +390,10 @@ def _refuse_stateless(target: Any, name: str) -> None:
 
 
 def _fill_objects(targets: Mapping[str, Any], found: Mapping[str, Any], *, strict: bool) -> None:
-    """Hand every object the state that was saved under its name.
+    """Load every object from the state saved under its name.
 
     Raises:
-        CheckpointError: Nothing was saved under this name, or another number of objects.
+        CheckpointError: The name is missing in the checkpoint, or has another number of objects.
     """
     for name, target in targets.items():
         if name in found:
@@ -415,9 +415,9 @@ def _fill_object(target: Any, state: Any, name: str) -> None:
     saved = dict(enumerate(state)) if isinstance(state, (list, tuple)) else state
     if not isinstance(saved, dict) or pairs.keys() != saved.keys():
         raise CheckpointError(
-            f"{name!r} is to fill {len(pairs)} objects, and the checkpoint has "
+            f"{name!r} has {len(pairs)} objects to fill, and the checkpoint has "
             f"{len(saved) if isinstance(saved, dict) else 'one'} under this name.",
-            remedy="Pass the objects as they were when they were saved, in the same order.",
+            remedy="Pass the same objects as in save(), in the same order.",
         )
     for key, item in pairs.items():
         _fill_object(item, saved[key], f"{name}.{key}")
@@ -435,7 +435,7 @@ def _own_tree(stored: Checkpoint, rank: int, size: int) -> Mapping[str, Any]:
 
 
 def _shard_of(tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
-    """A DTensor knows its own shard; any other tensor is complete."""
+    """Return the shard of a tensor: a DTensor's local shard; any other tensor is unsharded."""
     return shard_of(tensor)
 
 

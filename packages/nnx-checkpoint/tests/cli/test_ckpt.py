@@ -187,7 +187,7 @@ def test_sizes_are_drawn_into_a_picture(trained: Path, tmp_path: Path) -> None:
     assert drawn.count("<!-- layers.0 -->") == 1
     assert "<!-- optimizer 0 exp_avg -->" in drawn
     for wrong in (tmp_path / "no" / "sizes.png", tmp_path / "sizes.unknown"):
-        with pytest.raises(CheckpointError, match="cannot write the picture") as caught:
+        with pytest.raises(CheckpointError, match="cannot write the image") as caught:
             run("inspect", str(trained), "--plot", str(wrong))
         assert ".png" in caught.value.remedy
 

@@ -58,7 +58,7 @@ def test_a_file_of_lightnings_comes_out_and_holds_the_same(verb: str, trained: P
     assert result.stdout.startswith(f"{target}: lightning, ")
     loaded = torch.load(target, weights_only=True)
     assert torch.equal(loaded["state_dict"]["tied"], TENSORS["model.w"])
-    assert invoke("diff", trained, target).stdout.startswith("The same; 3 tensors compared")
+    assert invoke("diff", trained, target).stdout.startswith("Equal; 3 tensors compared")
 
 
 def test_every_format_that_can_be_written_is_offered_and_can_be_read_back(
@@ -95,7 +95,7 @@ def test_only_weights_are_written_if_asked(trained: Path, tmp_path: Path) -> Non
         (["--to", "deepspeed"], "format 'deepspeed' can be read but not written. Use one of nnx,"),
         (
             ["--to", "safetensors", "-o", "size=3"],
-            "no option 'size'; the format's are: max_shard_size, prefix",
+            "unknown option 'size'; the options of the format are: max_shard_size, prefix",
         ),
         (["-o", "max_shard_size"], "'max_shard_size' is not of the form NAME=VALUE."),
         (["--bogus"], "--bogus"),

@@ -56,7 +56,7 @@ def run(*arguments: Any) -> tuple[int, str]:
 
 def test_the_same_contents_are_the_same_wherever_they_come_from(tmp_path: Path) -> None:
     left, right = save(tmp_path / "a"), save(tmp_path / "b", provenance={"strategy": "other"})
-    assert run(left, right) == (0, "The same; 4 tensors compared bit for bit (136 B).\n")
+    assert run(left, right) == (0, "Equal; 4 tensors compared bitwise (136 B).\n")
     code, output = run(left, right, "--no-values", "--json")
     assert code == 0
     assert json.loads(output) == {
@@ -68,7 +68,7 @@ def test_the_same_contents_are_the_same_wherever_they_come_from(tmp_path: Path) 
         "tensors_compared": 0,
         "bytes_compared": 0,
     }
-    assert run(left, right, "--no-values")[1] == "The same; values were not compared.\n"
+    assert run(left, right, "--no-values")[1] == "Equal; values were not compared.\n"
 
 
 def test_every_kind_of_difference_is_reported(tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_every_kind_of_difference_is_reported(tmp_path: Path) -> None:
         "trainer.epoch 1 2",
         "weights 1 0.5",
         "model.w 3 of 12 0.5",
-        "Different: 2 names on one side only, 2 other shapes or element types, 4 other objects, "
-        "1 tensors with other values; 1 tensors compared bit for bit (48 B).",
+        "Different: 2 names on one side only, 2 shapes or element types, 4 objects, "
+        "1 tensors by value; 1 tensors compared bitwise (48 B).",
     ):
         assert expected in lines, expected
     code, output = run(left, right, "--json")
@@ -112,7 +112,7 @@ def test_only_weights_leaves_the_rest_out(tmp_path: Path) -> None:
         tmp_path / "b", {k: v for k, v in TENSORS.items() if k.startswith("model.")}, {"trainer": {}}
     )
     assert run(left, right)[0] == 1
-    assert run(left, right, "--only-weights") == (0, "The same; 2 tensors compared bit for bit (80 B).\n")
+    assert run(left, right, "--only-weights") == (0, "Equal; 2 tensors compared bitwise (80 B).\n")
 
 
 def test_many_differences_are_cut_off_with_a_hint(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_ls_follows_links_to_checkpoints_but_not_in_circles(tmp_path: Path) -> N
 def test_ls_of_an_empty_directory_says_so(tmp_path: Path) -> None:
     result = invoke("ls", tmp_path)
     assert (result.exit_code, result.stdout) == (0, "")
-    assert "There is no checkpoint below" in result.stderr
+    assert "No checkpoint found below" in result.stderr
 
 
 def test_urls_are_listed_inspected_compared_and_verified() -> None:

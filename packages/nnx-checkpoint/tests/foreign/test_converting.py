@@ -119,9 +119,9 @@ def test_merging_gives_one_file(tmp_path: Path) -> None:
     save_rich(tmp_path / "source")
     nnx_checkpoint.merge(tmp_path / "source", tmp_path / "merged")
     assert zipfile.is_zipfile(tmp_path / "merged")
-    with pytest.raises(CheckpointError, match=r"would be a directory; merging gives one file"):
+    with pytest.raises(CheckpointError, match=r"would be a directory, and merging writes one file"):
         nnx_checkpoint.merge(tmp_path / "source", tmp_path / "b", to="safetensors")
-    with pytest.raises(CheckpointError, match=r"format 'nnx' is none.*or `convert`"):
+    with pytest.raises(CheckpointError, match=r"format 'nnx' is a directory.*or `convert`"):
         nnx_checkpoint.merge(tmp_path / "source", tmp_path / "b", to="nnx")
 
 

@@ -182,7 +182,7 @@ def test_refuses_meta_that_is_no_dict_or_truncated(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"meta\.pt"):
         storage.open_checkpoint(tmp_path / "d")
     torch.save([1], meta)
-    with pytest.raises(CheckpointError, match=r"meta\.pt' holds a list, not the rest of a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"meta\.pt' holds a list, expected a dict"):
         storage.open_checkpoint(tmp_path / "d")
 
 
@@ -194,7 +194,7 @@ def test_opens_without_meta_and_says_what_is_lost(
     (path / "meta.pt").unlink()
     checkpoint = storage.open_checkpoint(path)
     assert checkpoint.format == "dcp"
-    assert "lacks its meta.pt" in caplog.text
+    assert "lacks Lightning's meta.pt" in caplog.text
     assert "model.embed.weight" in checkpoint.tensors
 
 

@@ -65,6 +65,6 @@ def test_a_broken_plugin_does_not_keep_other_formats_from_being_found(
     torch.save({"state_dict": {"a": torch.ones(2)}}, tmp_path / "one.ckpt")
     with caplog.at_level(logging.WARNING, logger="nnx.checkpoint"):
         assert nnx_checkpoint.open_checkpoint(tmp_path / "one.ckpt").format == "lightning"
-    assert "Checkpoint format 'npz' is left out" in caplog.text
+    assert "Ignoring checkpoint format 'npz'" in caplog.text
     with pytest.raises(CheckpointError, match="not a checkpoint of a known format"):
         nnx_checkpoint.open_checkpoint(tmp_path)

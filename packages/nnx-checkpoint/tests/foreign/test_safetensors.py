@@ -170,7 +170,11 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"a": F32, "b": {**F32, "data_offsets": [12, 20]}}, bytes(20), "tensor 'b' leaves a gap before it"),
         ({"a": F32}, bytes(4), r"is truncated: it has \d+ bytes, expected \d+"),
         ({"a": F32}, bytes(9), "its tensors end at"),
-        ({"__metadata__": {"x": {"y": "z"}}, "a": F32}, bytes(8), "its metadata are not all text"),
+        (
+            {"__metadata__": {"x": {"y": "z"}}, "a": F32},
+            bytes(8),
+            "its metadata has values that are not text",
+        ),
         ({"a": {**F32, "dtype": "F7"}}, bytes(8), "element type F7, which is not supported"),
         (
             {"__metadata__": {"nnx.complex": '{"a": "complex128"}'}, "a": F32},
@@ -202,14 +206,14 @@ def test_headers_of_impossible_length_are_not_read(tmp_path: Path) -> None:
     ("damage", "message"),
     [
         ("missing file", r"model-00002-of-\d+\.safetensors' is missing"),
-        ("missing tensor", r"does not hold tensor 'nowhere', which the index says"),
+        ("missing tensor", r"lacks tensor 'nowhere', which the index lists"),
         ("outside", r"names files outside its directory"),
         ("not json", r"index\.json' is malformed"),
         ("no map", r"index\.json' is malformed"),
         ("twice", r"holds tensor 'model\.net\.weight' twice"),
         ("state missing", r"training_state\.safetensors' is missing"),
         ("state malformed", r"training_state\.json' holds malformed data"),
-        ("state pickle", r"training_state\.json' is malformed: LookupError: .*'x' is not here"),
+        ("state pickle", r"training_state\.json' is malformed: LookupError: .*'x' is missing"),
     ],
 )
 def test_directories_that_are_damaged_are_named(tmp_path: Path, damage: str, message: str) -> None:

@@ -27,7 +27,12 @@ from nnx_core.errors import CheckpointError
 ERRNOS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.ESTALE)
 _IN_OS = "open close write pwrite pread ftruncate fsync replace mkdir unlink rmdir listdir scandir stat fstat"
 _MODULES = dict.fromkeys(_IN_OS.split(), os) | {"flock": fcntl, "fcntl": fcntl}
-_STANDING = ("is whole.", "there, whole", "Nothing was changed there.")
+_STANDING = (
+    "is intact.",
+    "committed and intact",
+    "at this path, intact",
+    "Nothing was changed at this path.",
+)
 
 
 @contextlib.contextmanager
@@ -127,7 +132,7 @@ def fail_once(path: Path, version: int, fault: tuple[str, int, int, bool], savin
     else:
         assert os.strerror(code) in error.message
         assert any(standing in error.message for standing in _STANDING), error
-        if "The new checkpoint or the one before is" not in error.message:  # the disk could not be asked
+        if "Either the new or the previous checkpoint is" not in error.message:  # the disk could not be asked
             assert found == version + ("The new checkpoint is" in error.message)
     return found
 

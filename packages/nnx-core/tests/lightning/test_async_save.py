@@ -167,7 +167,7 @@ def test_an_error_of_the_users_is_not_hidden_by_one_of_the_save(
     run = replace(run, save=str(tmp_path / "file"))
     ends = pool.run(interrupt, run, "ValueError", world_size=run.devices)
     assert ends == ["ValueError: the user's; None"] * run.devices
-    assert f"The background save to '{tmp_path / 'file'}' failed as well: " in pool.output[0]
+    assert f"Background save to '{tmp_path / 'file'}' failed as well: " in pool.output[0]
 
 
 @pytest.mark.full

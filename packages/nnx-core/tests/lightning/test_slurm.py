@@ -31,5 +31,7 @@ def test_a_requeued_job_goes_on_where_the_signal_came(
 
 def test_a_checkpoint_whose_first_save_was_interrupted_is_named_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "hpc_ckpt_2.ckpt" / "20260101T000000.000000-deadbeef").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"first save was interrupted. .*`nnx ckpt gc` removes this"):
+    with pytest.raises(
+        CheckpointError, match=r"first save was interrupted. .*`nnx ckpt gc` removes this one"
+    ):
         storage.open_checkpoint(tmp_path / "hpc_ckpt_2.ckpt")

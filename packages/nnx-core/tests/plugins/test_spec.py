@@ -107,7 +107,7 @@ def test_a_target_that_cannot_be_imported_is_named_with_its_reason(reference, de
         StrategySpec("x", reference).resolve()
     assert f"strategy 'x' is declared as {reference!r}, which cannot be loaded" in caught.value.message
     assert detail in caught.value.message
-    assert caught.value.remedy.startswith("Install what is missing")
+    assert caught.value.remedy.startswith("Install the missing package")
 
 
 def test_a_target_that_exits_is_named_too(site):

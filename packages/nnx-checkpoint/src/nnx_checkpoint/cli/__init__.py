@@ -1,1 +1,1 @@
-"""The `nnx` command with what works on checkpoints; `command` starts, `ckpt` has the verbs."""
+"""The `nnx` command and its verbs on checkpoints; start reading at `command`."""

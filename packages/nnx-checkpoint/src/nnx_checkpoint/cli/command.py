@@ -1,11 +1,11 @@
-"""The `nnx` command: ``nnx ckpt``, and what other distributions add to it.
+"""Define the `nnx` command: ``nnx ckpt``, and the commands of other distributions.
 
 A distribution adds commands by an entry point of the group ``nnx.commands``: a function that takes the Typer
-application. Those of nnx-core come first; a later one may replace a command of an earlier one, as
-nnx-conformance does with the hint that stands in for its own.
+application. Those of nnx-core come first. A later one may replace an earlier command, as nnx-conformance does
+with the hint to install it.
 
-Exit codes: 0 when all is well, 1 when something was found wrong, 2 for wrong usage. Each verb imports what
-it needs when it runs, so that listing stays fast and never imports torch. `output` decides how things look.
+Exit codes: 0 for success, 1 for a problem found, 2 for wrong usage. Each verb imports its modules when it
+runs, so that listing stays fast and never imports torch. `output` formats all text.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from nnx_checkpoint.cli.output import print_error, print_note, print_text
 
 GROUP = "nnx.commands"
 
-_CHECKPOINT_HELP = "Look into checkpoints and verify them."
+_CHECKPOINT_HELP = "Inspect, verify, compare and convert checkpoints."
 
 
 def main() -> None:
-    """The entry point of the console script."""
+    """Run the console script."""
     try:
         _application(sys.argv[1:])(prog_name="nnx")
     except NnxError as error:
@@ -39,7 +39,7 @@ def main() -> None:
 def _application(arguments: list[str]) -> typer.Typer:
     app = typer.Typer(
         name="nnx",
-        help="Checkpoints and strategies for PyTorch Lightning: look into them, check the installation.",
+        help="Inspect checkpoints and strategies for PyTorch Lightning, and check the installation.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -48,8 +48,8 @@ def _application(arguments: list[str]) -> typer.Typer:
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name != "nnx-core", entry.name)):
         try:
             entry.load()(app)
-        except Exception as error:  # one distribution that is broken must not take `nnx ckpt` along
-            print_note(f"The commands of {entry.name} are left out: {type(error).__name__}: {error}")
+        except Exception as error:  # a broken distribution must not break `nnx ckpt`
+            print_note(f"Ignoring the commands of {entry.name}: {type(error).__name__}: {error}")
     app.add_typer(_checkpoint_commands(arguments), name="ckpt", help=_CHECKPOINT_HELP)
     return app
 
@@ -70,11 +70,11 @@ def _options(
         bool, typer.Option("--version", help="Print versions.", callback=_print_versions, is_eager=True)
     ] = False,
 ) -> None:
-    """The options that belong to no command."""
+    """Declare the options without a command."""
 
 
 def _checkpoint_commands(arguments: list[str]) -> typer.Typer:
-    """The verbs on checkpoints; only their name and help unless this call is about them."""
+    """Return the verbs on checkpoints, or only their name and help if the command line is not about them."""
     if arguments[:1] == ["ckpt"] or "_NNX_COMPLETE" in os.environ:
         return app
     placeholder = typer.Typer()
@@ -82,14 +82,14 @@ def _checkpoint_commands(arguments: list[str]) -> typer.Typer:
     return placeholder
 
 
-# Only names and help of the verbs are here. What only looks at our own format never imports torch.
+# Only names and help of the verbs are here. Verbs that read only our own format never import torch.
 
 
 class _Writes(TyperCommand):
-    """A verb whose help lists the formats that can be written; they are looked up when it is shown."""
+    """A verb whose help lists the formats to write (looked up when the help is shown)."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """See click."""
+        """Format the help with the list of formats; see click."""
         from nnx_checkpoint.cli.files import describe_writable
 
         self.epilog = describe_writable()
@@ -102,13 +102,13 @@ _Path = Annotated[str, typer.Argument(help="A checkpoint of any format: a direct
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Trust = Annotated[
     bool,
-    typer.Option("--trust", help="Let a checkpoint of another program run the code that it brings along."),
+    typer.Option("--trust", help="Allow a checkpoint of another program to run its code."),
 ]
-_OnlyWeights = Annotated[bool, typer.Option("--only-weights", help="Parameters and buffers, nothing else.")]
-_To = Annotated[str | None, typer.Option("--to", help="Format to write; by default the target's name tells.")]
+_OnlyWeights = Annotated[bool, typer.Option("--only-weights", help="Use parameters and buffers only.")]
+_To = Annotated[str | None, typer.Option("--to", help="Format to write (default: from the target's name).")]
 _Options = Annotated[
     list[str] | None,
-    typer.Option("-o", "--option", metavar="NAME=VALUE", help="Option of the format that is written."),
+    typer.Option("-o", "--option", metavar="NAME=VALUE", help="Option of the target format."),
 ]
 
 
@@ -128,12 +128,12 @@ def inspect(
     path: _Path,
     depth: Annotated[int, typer.Option(min=1, help="Levels of the tree of tensors to show.")] = 99,
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw the sizes into this picture (.png, .svg, .pdf).")
+        Path | None, typer.Option(help="Also draw the sizes into this image (.png, .svg, .pdf).")
     ] = None,
     trust: _Trust = False,
     as_json: _Json = False,
 ) -> None:
-    """Show what a checkpoint holds: tensors, optimizer, who wrote it, rank state, sizes."""
+    """Show a checkpoint's tensors, optimizer, writer, rank state and sizes."""
     from nnx_checkpoint.cli.inspection import run
 
     raise typer.Exit(run(path, depth=depth, plot=plot, weights_only=not trust, as_json=as_json))
@@ -141,7 +141,7 @@ def inspect(
 
 @app.command()
 def verify(path: _Path, trust: _Trust = False, as_json: _Json = False) -> None:
-    """Read every byte of a checkpoint and compare it with its checksum, where the format has any."""
+    """Read every byte of a checkpoint and compare it with its checksum, if the format has any."""
     from nnx_checkpoint.cli.verification import run_verify
 
     raise typer.Exit(run_verify(path, weights_only=not trust, as_json=as_json))
@@ -151,7 +151,7 @@ def verify(path: _Path, trust: _Trust = False, as_json: _Json = False) -> None:
 def diff(
     left: _Path,
     right: _Path,
-    values: Annotated[bool, typer.Option(help="Also compare what the tensors hold.")] = True,
+    values: Annotated[bool, typer.Option(help="Also compare the values of tensors.")] = True,
     only_weights: _OnlyWeights = False,
     trust: _Trust = False,
     as_json: _Json = False,
@@ -167,10 +167,8 @@ def diff(
 
 @app.command(cls=_Writes)
 def merge(
-    sources: Annotated[
-        list[str], typer.Argument(help="A checkpoint; for formats that are lists of files, all of them.")
-    ],
-    target: Annotated[str, typer.Argument(help="The file to write; nothing may be there.")],
+    sources: Annotated[list[str], typer.Argument(help="A checkpoint, or all files of one.")],
+    target: Annotated[str, typer.Argument(help="The file to write; it must not exist.")],
     to: _To = None,
     only_weights: _OnlyWeights = False,
     trust: _Trust = False,
@@ -188,7 +186,7 @@ def merge(
 @app.command(cls=_Writes)
 def convert(
     source: _Path,
-    target: Annotated[str, typer.Argument(help="Where to write; nothing may be there.")],
+    target: Annotated[str, typer.Argument(help="The path to write to; it must not exist.")],
     to: _To = None,
     only_weights: _OnlyWeights = False,
     trust: _Trust = False,
@@ -214,16 +212,16 @@ def convert(
 def collect(
     path: Annotated[str, typer.Argument(help="A checkpoint, or a directory with checkpoints.")],
     keep_previous: Annotated[
-        int | None, typer.Option(min=0, help="Earlier complete saves of each to keep; by default all.")
+        int | None, typer.Option(min=0, help="Earlier complete saves of each to keep (default: all).")
     ] = None,
     older_than: Annotated[
         float,
         typer.Option(min=0, help="Hours without a change after which a save or conversion is abandoned."),
     ] = 1.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the files to remove.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Remove what killed saves and conversions left, and earlier saves beyond those to keep."""
+    """Remove the files of killed saves and conversions, and earlier saves beyond those to keep."""
     from nnx_checkpoint.cli.files import run_gc
 
     code = run_gc(

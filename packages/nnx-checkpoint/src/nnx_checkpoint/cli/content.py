@@ -1,7 +1,6 @@
-"""Gather the content of a checkpoint of any format, to show it.
+"""Gather the content of a checkpoint of any format for display.
 
-Of our own format everything comes from its small files, without torch; other formats are opened with
-`nnx_checkpoint.open_checkpoint`.
+Our own format needs only its small files, without torch. `nnx_checkpoint.open_checkpoint` opens others.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ __all__ = [
 ]
 
 
-# Names of logical tensors, taken apart for people: the tree they form, and what belongs to whom.
+# Split the names of logical tensors into a tree, and find the owner of each.
 
 
 _STATE = re.compile(r"optim\.(?P<optimizer>[^.]+)\.state\.(?P<parameter>.+)\.(?P<kind>[^.]+)")
@@ -53,9 +52,9 @@ class Owner:
 
     Attributes:
         kind: ``weights``, ``optimizer``, ``objects``, ``ranks`` or ``other``.
-        name: Name of the parameter or buffer, without ``model.``; of others the whole name.
-        optimizer: The number of the optimizer whose state it is, if it is one's.
-        state: The name of the optimizer state, such as ``exp_avg``, if it is one.
+        name: Name of the parameter or buffer, without ``model.``; the full name of other tensors.
+        optimizer: The number of the optimizer, for optimizer state.
+        state: The name of the state, such as ``exp_avg``, for optimizer state.
     """
 
     kind: str
@@ -65,7 +64,7 @@ class Owner:
 
 
 def owner_of(name: str) -> Owner:
-    """The kind and module of a logical name.
+    """Return the owner of a logical name.
 
     Example:
         >>> owner_of("optim.0.state.head.weight.exp_avg")
@@ -81,7 +80,7 @@ def owner_of(name: str) -> Owner:
 
 
 def kind_of(name: str) -> str:
-    """The kind of a tensor, in words.
+    """Return the kind of a tensor as text.
 
     Example:
         >>> kind_of("optim.0.state.head.weight.exp_avg")
@@ -111,7 +110,7 @@ class _Branch:
     def lines(self, indent: str, depth: int) -> Iterator[str]:
         for name in sorted(self.children, key=natural_order):
             label, child = name, self.children[name]
-            while len(child.children) == 1 and not child.leaf:  # a chain is one line
+            while len(child.children) == 1 and not child.leaf:  # print a chain of single children on one line
                 ((step, child),) = child.children.items()
                 label += f".{step}"
             if child.leaf:
@@ -123,12 +122,12 @@ class _Branch:
 
 
 def natural_order(text: str) -> list[tuple[int, int, str]]:
-    """Sorts ``layers.2`` before ``layers.10``."""
+    """Return a sort key that puts ``layers.2`` before ``layers.10``."""
     return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in re.split(r"(\d+)", text) if p]
 
 
 def tree_lines(tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str], depth: int) -> Iterator[str]:
-    """The names as an indented tree, down to a number of levels."""
+    """Yield the names as an indented tree, down to a number of levels."""
     root = _Branch()
     for name, entry in tensors.items():
         shape = "x".join(map(str, entry.shape)) or "scalar"
@@ -138,7 +137,7 @@ def tree_lines(tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str], d
     return root.lines("", depth)
 
 
-# The objects of a checkpoint as plain JSON, for people and for ``--json``: nothing is decoded or imported.
+# Convert the objects of a checkpoint to plain JSON for display and ``--json``, without decoding or importing.
 #
 # `docs/checkpoint-format.md` specifies the typed JSON that is read here.
 
@@ -149,7 +148,7 @@ _SEQUENCES = {"tuple", "set", "frozenset", "deque", "torch.Size"}
 
 
 def plain(tree: Any) -> Any:
-    """Typed JSON without its types: containers become lists and dicts, other values strings.
+    """Convert typed JSON to plain JSON: containers become lists and dicts, other values strings.
 
     Example:
         >>> plain({"betas": {"$": "tuple", "items": [0.9, {"$": "float", "value": "inf"}]}})
@@ -197,7 +196,7 @@ def _number(value: dict[str, Any]) -> Any:
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """Format a plain value within a line; of a dict, its entries that are neither null nor false.
+    """Format a plain value on one line (dicts without entries that are null or false).
 
     Example:
         >>> shown({"lr": 0.1, "betas": [0.9, 0.99], "fused": None})
@@ -215,24 +214,24 @@ _COMMON = "objects.json"
 
 @dataclass(frozen=True)
 class Content:
-    """One checkpoint.
+    """The content of one checkpoint.
 
     Attributes:
-        path: The path of it.
+        path: Its path.
         format: Name of its format.
         tensors: Every logical tensor by name.
-        aliases: Tied names and what they are stored as.
+        aliases: Tied names, each mapped to its stored name.
         objects: The common objects, as plain JSON.
-        ranks: The number of ranks that saved objects of their own.
-        rank_state: The plain objects of the first of them.
+        ranks: The number of ranks with objects of their own.
+        rank_state: The plain objects of the first such rank.
         files: Sizes of its files.
         world_size: The number of ranks that wrote it.
-        provenance: Describes where it comes from.
+        provenance: The record of its origin.
         version: Format version; empty for formats without one.
         save_id: The committed save of our own format.
-        created: When it was committed.
+        created: The time of the commit.
         writer: Versions of the program that wrote it.
-        block: Bytes under one checksum; 0 where there are none.
+        block: Bytes under one checksum; 0 without checksums.
     """
 
     path: str
@@ -274,14 +273,14 @@ class Content:
 
 
 def read_content(path: str, *, weights_only: bool = True) -> Content:
-    """Gather what a checkpoint holds.
+    """Gather the content of a checkpoint.
 
     Args:
         path: A checkpoint of any format.
-        weights_only: As for `nnx_checkpoint.open_checkpoint`.
+        weights_only: False executes code that the author of the checkpoint may have put there.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: The checkpoint does not exist or is damaged.
     """
     if is_checkpoint(path):
         return _of_source(Source.open(path))
@@ -313,7 +312,7 @@ def _of_source(source: Source) -> Content:
 
 
 def read_objects(source: Source, name: str = _COMMON) -> Any:
-    """One of the trees of objects of our own format, as plain JSON.
+    """Return one of the trees of objects of our own format, as plain JSON.
 
     Raises:
         CheckpointError: The file is damaged.
@@ -344,7 +343,7 @@ def _of_opened(opened: Checkpoint, place: Place) -> Content:
 
 
 def _plain_tree(opened: Checkpoint, rank: int | None) -> Any:
-    """A tree of another format goes through the same encoding as our own."""
+    """Return a tree of another format as plain JSON, through the encoding of our own format."""
     from nnx_checkpoint.format.codec import Encoder
 
     tree = opened.tree(rank, lambda name: f"tensor {name}")
@@ -352,20 +351,20 @@ def _plain_tree(opened: Checkpoint, rank: int | None) -> Any:
 
 
 def progress_of(trainer: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Epoch and optimizer step, where Lightning's dict has them."""
+    """Return epoch and optimizer step, or None for those that Lightning's dict lacks."""
     epoch, step = trainer.get("epoch"), trainer.get("global_step")
     return (epoch if type(epoch) is int else None, step if type(step) is int else None)
 
 
 class OptimizerState(TypedDict):
-    """How many parameters have state in an optimizer, and how many bytes of each kind it is."""
+    """The number of parameters with state in an optimizer, and the bytes of each kind of state."""
 
     parameters: int
     bytes: dict[str, int]
 
 
 def optimizers_of(tensors: Mapping[str, TensorEntry]) -> dict[str, OptimizerState]:
-    """For each optimizer, how many parameters have state and how many bytes of each kind."""
+    """Return for each optimizer the number of parameters with state, and the bytes of each kind."""
     found: dict[str, OptimizerState] = {}
     parameters: dict[str, set[str]] = {}
     for name, entry in tensors.items():
@@ -387,7 +386,7 @@ class ParameterGroup(TypedDict):
 
 
 def groups_of(objects: Any) -> list[list[ParameterGroup]]:
-    """The parameter groups of each optimizer, where the objects have them under their usual names."""
+    """Return the parameter groups of each optimizer, if the objects have them under their usual names."""
     optimizers = objects.get("optim") if isinstance(objects, dict) else None
     if not isinstance(optimizers, list):
         return []

@@ -1,4 +1,4 @@
-"""``nnx ckpt ls``, ``gc``, ``merge`` and ``convert``: checkpoints as files on a disk or in a store."""
+"""Run ``nnx ckpt ls``, ``gc``, ``merge`` and ``convert``."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from nnx_checkpoint.reading.survey import Found, files_below, survey
 from nnx_checkpoint.storage import Place
 from nnx_checkpoint.writing.collecting import Spared, collect_garbage
 
-# ``nnx ckpt ls``: the checkpoints below a directory, and the saves that each still has.
+# ``nnx ckpt ls``: list the checkpoints below a directory, and the saves of each.
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line: a checkpoint, or an earlier save of one.
+    """One line of the list: a checkpoint, or an earlier save of one.
 
     Attributes:
         path: The path of the checkpoint, or the directory of an earlier save.
         format: Name of the format.
         state: ``whole``, ``incomplete``, ``damaged``, ``interrupted``, ``unfinished`` or ``unchecked``.
-        epoch: The epoch, if the checkpoint says it.
+        epoch: The epoch, if the checkpoint records it.
         step: Optimizer steps so far.
         bytes: The size of all files.
         created: ISO 8601, or empty.
         detail: The fault, or the target of a link.
-        previous: Earlier saves that are still there, newest first.
+        previous: Earlier saves on disk, newest first.
     """
 
     path: str
@@ -68,7 +68,7 @@ class Listing(TypedDict):
 
 
 def run_ls(path: str, *, as_json: bool) -> int:
-    """Print the list."""
+    """Print the checkpoints below a path; return the exit code."""
     rows = [_row(found) for found in survey(path)]
     if as_json:
         content: Listing = {"path": path, "checkpoints": rows}
@@ -78,7 +78,7 @@ def run_ls(path: str, *, as_json: bool) -> int:
             ("checkpoint", "format", "epoch", "step", "size", "created", "state"), list(_cells(rows, path))
         )
     else:
-        print_note(f"There is no checkpoint below '{path}'.")
+        print_note(f"No checkpoint found below '{path}'.")
     return 0
 
 
@@ -105,7 +105,7 @@ def _row(found: Found) -> Row:
     try:
         with found.place.explained("look at"):
             return _look_at(found, sum(files_below(found.place).values()))
-    except CheckpointError as error:  # it cannot be read, or vanished since it was found
+    except CheckpointError as error:  # unreadable, or removed since the search found it
         return Row(str(found.place), found.format, "damaged", detail=error.message)
     except RecursionError:
         return Row(str(found.place), found.format, "damaged", detail="its directories are nested too deeply")
@@ -114,9 +114,7 @@ def _row(found: Found) -> Row:
 def _look_at(found: Found, size: int) -> Row:
     path = str(found.place)
     if found.kind == "partial":
-        return Row(
-            path, "", "unfinished", bytes=size, detail="a conversion that was interrupted, or still runs"
-        )
+        return Row(path, "", "unfinished", bytes=size, detail="a conversion, interrupted or still running")
     if found.kind == "interrupted":
         detail = "its first save was never committed"
         return Row(path, "nnx", "interrupted", bytes=size, detail=detail, previous=_earlier(found.place, ""))
@@ -140,7 +138,7 @@ def _shallow(row: Row) -> dict[str, Any]:
 
 
 def _save(place: Place, manifest: Manifest, path: str, detail: str = "") -> Row:
-    """Look at one save: are its files there, and how far was the run?"""
+    """Return the row of one save: its files' presence, epoch and step."""
     source = Source(place, manifest)
     size = sum(entry.size for entry in manifest.files.values())
     row = Row(path, "nnx", "whole", bytes=size, created=manifest.created, detail=detail)
@@ -154,7 +152,7 @@ def _save(place: Place, manifest: Manifest, path: str, detail: str = "") -> Row:
 
 
 def _earlier(place: Place, committed: str) -> list[Row]:
-    """Other complete saves of a checkpoint."""
+    """Return the rows of other saves of a checkpoint, newest first."""
     rows = []
     for name in reversed(place.names()):
         if is_save_id(name) and name != committed:
@@ -201,11 +199,11 @@ def _changed(place: Place) -> str:
     return datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).isoformat()
 
 
-# ``nnx ckpt gc``: removing what no checkpoint needs.
+# ``nnx ckpt gc``: remove files that no checkpoint needs.
 
 
 class Removed(TypedDict):
-    """Something that no checkpoint needs."""
+    """A file or directory that no checkpoint needs."""
 
     path: str
     kind: str
@@ -217,7 +215,7 @@ class Collection(TypedDict):
 
     Attributes:
         bytes: The bytes that were removed, or with --dry-run would be.
-        spared: The paths that looked like garbage and were left alone, or could not be removed.
+        spared: The paths that looked like garbage and were kept, or could not be removed.
     """
 
     path: str
@@ -228,7 +226,7 @@ class Collection(TypedDict):
 
 
 def run_gc(path: str, *, keep_previous: int | None, min_age: float, dry_run: bool, as_json: bool) -> int:
-    """Remove it, or with `dry_run` say what would be removed."""
+    """Remove garbage, or with `dry_run` only list it; return the exit code."""
     collected = collect_garbage(path, keep_previous=keep_previous, min_age=min_age, dry_run=dry_run)
     spared, code = [*collected.spared, *collected.failed], 1 if collected.failed else 0
     if as_json:
@@ -249,13 +247,13 @@ def run_gc(path: str, *, keep_previous: int | None, min_age: float, dry_run: boo
             [(item.path, item.kind, human_bytes(item.nbytes)) for item in collected.removed],
         )
     for item in spared:
-        print_note(f"left alone: {item.path}: {item.why.rstrip('.')}.")
+        print_note(f"kept {item.path}: {item.why.rstrip('.')}.")
     verb = "would be removed" if dry_run else "removed"
     print_text(f"{len(collected.removed)} {verb}, {human_bytes(collected.nbytes)}.")
     return code
 
 
-# Writing a checkpoint in another form.
+# ``nnx ckpt merge`` and ``convert``: write a checkpoint in another format.
 
 
 class Written(TypedDict):
@@ -281,7 +279,7 @@ def run_merge(
     weights_only: bool,
     as_json: bool,
 ) -> int:
-    """Merge into one file."""
+    """Merge a checkpoint into one file; return the exit code."""
     from nnx_checkpoint import merge
 
     _require_writable(to)
@@ -300,7 +298,7 @@ def run_convert(
     options: Sequence[str],
     as_json: bool,
 ) -> int:
-    """Write in another format."""
+    """Write a checkpoint in another format; return the exit code."""
     from nnx_checkpoint import convert
 
     _require_writable(to)
@@ -350,7 +348,7 @@ def describe_writable() -> str:
 
 
 def _require_writable(to: str | None) -> None:
-    """A format that is unknown or can only be read is wrong usage."""
+    """Raise a usage error for a format that is unknown or read-only."""
     from nnx_checkpoint.reading.formats import get_format, writable
 
     if to is None:
@@ -368,7 +366,7 @@ def _require_writable(to: str | None) -> None:
 
 
 def _known_options(to: str | None) -> list[str] | None:
-    """Names of the options of a format; None where the target's name decides which it is."""
+    """Return the names of a format's options; None if the target's name decides the format."""
     from nnx_checkpoint.reading.formats import get_format
 
     if to is None:
@@ -384,7 +382,7 @@ def _options(given: Sequence[str], known: list[str] | None) -> dict[str, Any]:
             raise typer.BadParameter(f"{text!r} is not of the form NAME=VALUE.", param_hint="'-o'")
         if known is not None and name not in known:
             raise typer.BadParameter(
-                f"there is no option {name!r}; the format's are: {', '.join(known) or 'none'}.",
+                f"unknown option {name!r}; the options of the format are: {', '.join(known) or 'none'}.",
                 param_hint="'-o'",
             )
         options[name] = _value(value)
@@ -392,7 +390,7 @@ def _options(given: Sequence[str], known: list[str] | None) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """As JSON where it is: a number, true, false, null, a list; else as it is."""
+    """Parse a value as JSON (a number, true, false, null, a list), else return the text."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""``nnx ckpt inspect``: what a checkpoint holds, and where its bytes are."""
+"""Run ``nnx ckpt inspect``: print a checkpoint's content and sizes."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from nnx_checkpoint.format.index import TensorEntry
 
 
-# Where the bytes of a checkpoint are: by kind of tensor and by module, as bars of text or as a picture.
+# Sum the bytes of a checkpoint by kind of tensor and by module, and draw them as bars of text or an image.
 
 
 _BAR = 32
 _MODULES = 16
-"""Modules shown at most: the largest are split up as long as they all fit."""
+"""The most modules shown: the largest are split while all fit."""
 _REPEATED = 8
-"""So many numbered modules beside each other are shown as one, such as ``layers.*``."""
+"""The number of numbered sibling modules from which they are shown as one, such as ``layers.*``."""
 _ORDER = ("weights", "optimizer", "objects", "ranks", "other")
 
 
@@ -58,12 +58,12 @@ class ModuleSize:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of both."""
         return self.weights + self.optimizer
 
 
 def sizes_by_kind(tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
-    """Bytes of weights, of each optimizer's states, and of the rest; the kinds that there are."""
+    """Return the bytes of weights, of each optimizer's states, and of other tensors (existing kinds only)."""
     found: dict[str, int] = {}
     for name, entry in tensors.items():
         kind = kind_of(name)
@@ -72,11 +72,11 @@ def sizes_by_kind(tensors: Mapping[str, TensorEntry]) -> dict[str, int]:
 
 
 def sizes_by_module(tensors: Mapping[str, TensorEntry]) -> list[ModuleSize]:
-    """Bytes by module, so deep that there are about a dozen, in the order of their names.
+    """Return the bytes by module, in the order of names, at a depth with about a dozen modules.
 
-    Where many modules have numbers, those of all of them are added up.
+    Many numbered siblings are added up.
     """
-    leaves: dict[str, list[int]] = {}  # of modules that own tensors; first weights, then optimizer state
+    leaves: dict[str, list[int]] = {}  # by module: bytes of weights, bytes of optimizer state
     for name, entry in tensors.items():
         owner = owner_of(name)
         if owner.kind in ("weights", "optimizer"):
@@ -98,7 +98,7 @@ def sizes_by_module(tensors: Mapping[str, TensorEntry]) -> list[ModuleSize]:
 
 
 def _fold_repeated(leaves: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Put ``*`` in place of numbers that many siblings have, and add up the entries that are then equal."""
+    """Replace the numbers of many siblings by ``*``, and add up entries that become equal."""
     numbers: dict[str, set[str]] = {}
     for name in leaves:
         parts = name.split(".")
@@ -121,7 +121,7 @@ def _fold_repeated(leaves: Mapping[str, list[int]]) -> dict[str, list[int]]:
 def _split_largest(
     groups: Mapping[str, list[str]], leaves: Mapping[str, list[int]]
 ) -> dict[str, list[str]] | None:
-    """Split the largest group that can be; None when there would be too many."""
+    """Split the largest group that can be split; return None if that gives too many groups."""
     by_size = sorted(groups, key=lambda prefix: -sum(sum(leaves[name]) for name in groups[prefix]))
     for prefix in by_size:
         if groups[prefix] == [prefix]:
@@ -137,7 +137,7 @@ def _split_largest(
 
 
 def bar_lines(kinds: Mapping[str, int], modules: Sequence[ModuleSize]) -> Iterator[str]:
-    """Both as horizontal bars of text."""
+    """Yield kinds and modules as horizontal bars of text."""
     solid, light, hair = _blocks()
     width = max(map(len, (*kinds, *(module.name for module in modules))), default=0)
     yield "bytes by kind"
@@ -157,12 +157,12 @@ def bar_lines(kinds: Mapping[str, int], modules: Sequence[ModuleSize]) -> Iterat
 
 
 def _length(count: int, most: int) -> int:
-    """Characters of a bar."""
+    """Return the length of a bar in characters."""
     return round(_BAR * count / most) if most else 0
 
 
 def _blocks() -> tuple[str, str, str]:
-    """Characters for weights, for optimizer state, and for bars too short to be seen."""
+    """Return the characters for weights, for optimizer state, and for bars shorter than one character."""
     try:
         "█░▏".encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:
@@ -171,11 +171,11 @@ def _blocks() -> tuple[str, str, str]:
 
 
 def draw(path: Path, title: str, kinds: Mapping[str, int], modules: Sequence[ModuleSize]) -> None:
-    """Draw both into a picture; the ending of the name says of which kind.
+    """Draw kinds and modules into an image, whose type is the suffix of the path.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
-        CheckpointError: The picture cannot be written.
+        CheckpointError: The image cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -201,10 +201,10 @@ def draw(path: Path, title: str, kinds: Mapping[str, int], modules: Sequence[Mod
     below.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize="small")
     try:
         figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:  # ValueError: an unknown ending
+    except (OSError, ValueError) as error:  # ValueError: an unknown suffix
         raise CheckpointError(
-            f"cannot write the picture '{path}': {error}.",
-            remedy="Choose a name that ends in .png, .svg or .pdf, in a directory that can be written to.",
+            f"cannot write the image '{path}': {error}.",
+            remedy="Choose a name that ends in .png, .svg or .pdf, in a writable directory.",
         ) from error
 
 
@@ -238,8 +238,8 @@ class RankState(TypedDict):
     """The objects that each rank stored.
 
     Attributes:
-        ranks: The number of ranks that stored something.
-        first: The objects of the first rank.
+        ranks: The number of ranks with objects.
+        first: The objects of the first such rank.
     """
 
     ranks: int
@@ -261,11 +261,11 @@ class Inspection(TypedDict):
     Attributes:
         block: The number of bytes that one checksum covers.
         world_size: The number of ranks that wrote it.
-        writer: The versions of what wrote it.
-        provenance: Strategy and plan; nothing depends on it.
+        writer: The versions of the program that wrote it.
+        provenance: Strategy and plan, for information only.
         groups: The parameter groups of each optimizer.
-        trainer: The part that Lightning put into the checkpoint besides tensors.
-        aliases: Tied names, and for each the name that is stored.
+        trainer: Lightning's entries besides tensors.
+        aliases: Tied names, each mapped to its stored name.
         files: The size of each file in bytes.
     """
 
@@ -293,7 +293,7 @@ class Inspection(TypedDict):
 
 
 def run(path: str, *, depth: int, plot: Path | None, weights_only: bool, as_json: bool) -> int:
-    """Print the contents, and draw a picture of the sizes if asked to."""
+    """Print the content, and draw the sizes into `plot` if given; return the exit code."""
     content = read_content(path, weights_only=weights_only)
     if as_json:
         print_json(_as_json(content))
@@ -345,7 +345,7 @@ def _head(content: Content) -> list[tuple[str, str]]:
 
 
 def _names(callbacks: Any) -> list[str]:
-    """Lightning keys the state of a callback by its class, with arguments in braces behind it."""
+    """Return the class names of callbacks (Lightning's keys are a class, then arguments in braces)."""
     return [str(name).partition("{")[0] for name in callbacks] if isinstance(callbacks, dict) else []
 
 

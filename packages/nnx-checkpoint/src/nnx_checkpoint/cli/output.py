@@ -1,6 +1,6 @@
-"""How the command line prints: tables and bars on a terminal, plain aligned text elsewhere, JSON on request.
+"""Print tables and bars on a terminal, plain aligned text elsewhere, JSON on request.
 
-rich is imported only when a terminal is there to show its tables or bars.
+rich is imported only for tables and bars on a terminal.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any
 from nnx_base.errors import NnxError
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as a shell has it."""
+"""Exit code after Ctrl-C, as in a shell."""
 
 
 def print_json(content: Any) -> None:
-    """Print plain data as JSON, and nothing else; dataclasses in it are printed as objects."""
+    """Print plain data as JSON, with dataclasses as objects."""
     print_text(json.dumps(content, indent=2, default=asdict))
 
 
 def print_text(text: str) -> None:
-    """Print a line of the answer."""
+    """Print a line of the result on stdout."""
     sys.stdout.write(f"{printable(text)}\n")
 
 
 def print_line(text: str, *, wrapped: int | None = None) -> None:
-    """Print a line no wider than the terminal: cut, or wrapped and indented. Elsewhere it stays whole.
+    """Print a line no wider than the terminal: truncated, or wrapped and indented (unchanged elsewhere).
 
     Args:
         text: One line.
-        wrapped: The indentation of the lines that follow where it is wrapped; None cuts it.
+        wrapped: The indentation of wrapped lines; None truncates the line.
     """
     if not _on_terminal():
         print_text(text)
@@ -51,12 +51,12 @@ def print_line(text: str, *, wrapped: int | None = None) -> None:
 
 
 def print_note(text: str) -> None:
-    """Print a line about the answer, where it does not disturb what reads the answer."""
+    """Print a line on stderr, so that it does not disturb a program that reads the result."""
     sys.stderr.write(f"{printable(text)}\n")
 
 
 def printable(text: str) -> str:
-    r"""The text with everything spelled out that would steer a terminal: files and plugins may hold anything.
+    r"""Return the text with terminal control characters escaped (files and plugins may hold any).
 
     Example:
         >>> printable("a\x1b[31m")
@@ -68,14 +68,14 @@ def printable(text: str) -> str:
 
 
 def print_error(error: NnxError) -> None:
-    """Print what went wrong and its remedy, each on a line."""
+    """Print the message of an error and its remedy, each on a line."""
     print_note(f"error: {error.message}")
     if error.remedy:
         print_note(f"remedy: {error.remedy}")
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under a header; on a terminal the first and the last column are folded to fit."""
+    """Print rows under a header; on a terminal the first and the last column wrap to fit."""
     if not _on_terminal():
         _print_plain([[title.upper() for title in header], *rows])
         return
@@ -87,13 +87,13 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for index, title in enumerate(header):
         table.add_column(title, overflow="fold", no_wrap=0 < index < len(header) - 1)
     for row in rows:
-        # Text, because square brackets in a cell would be read as markup.
+        # `Text`, because rich would read square brackets in a cell as markup.
         table.add_row(*(Text(printable(cell)) for cell in row))
     Console().print(table)
 
 
 def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
-    """Print names with their values, leaving out the empty ones."""
+    """Print names with their values, without empty ones."""
     shown = [(f"{name}:", value) for name, value in pairs if value]
     width = max((len(name) for name, _ in shown), default=0)
     for name, value in shown:
@@ -102,13 +102,13 @@ def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
 
 @contextmanager
 def byte_progress(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """Draw a bar while something goes through many bytes; nothing where nobody looks at a terminal.
+    """Context manager that draws a progress bar in bytes (nothing without a terminal).
 
     Args:
         doing: The participle of the operation, such as ``"verifying"``.
 
     Yields:
-        To be called with the bytes done so far and their total.
+        A function of the bytes done so far and their total.
     """
     if not sys.stderr.isatty():
         yield lambda done, total: None
@@ -136,7 +136,7 @@ def byte_progress(doing: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def human_bytes(count: int) -> str:
-    """A size for people.
+    """Return a size as readable text.
 
     Example:
         >>> human_bytes(1_020_700_000)

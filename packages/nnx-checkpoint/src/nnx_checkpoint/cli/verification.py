@@ -1,4 +1,4 @@
-"""``nnx ckpt verify`` and ``nnx ckpt diff``: whether a checkpoint is sound, and how two of them differ."""
+"""Run ``nnx ckpt verify`` and ``nnx ckpt diff``: find damage, and compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nnx_checkpoint.conversion.comparison import Comparison, TensorDifference
 
 
-# ``nnx ckpt verify``: every byte of our own format, and what can be checked of others.
+# ``nnx ckpt verify``: check every byte of our own format, and the structure of others.
 
 
 class Verification(TypedDict):
@@ -46,7 +46,7 @@ class Verification(TypedDict):
 
 
 def run_verify(path: str, *, weights_only: bool, as_json: bool) -> int:
-    """Print all damage; 1 if there is any."""
+    """Print all damage; return exit code 1 if there is any."""
     if is_checkpoint(path):
         with byte_progress("verifying") as progress:
             damage = verify(path, progress=progress)
@@ -57,7 +57,7 @@ def run_verify(path: str, *, weights_only: bool, as_json: bool) -> int:
             "checksums": True,
             "damage": damage,
         }
-        praise = "OK: all checksums match."
+        success = "OK: all checksums match."
     else:
         from nnx_checkpoint.reading.verification import check_structure
 
@@ -74,7 +74,7 @@ def run_verify(path: str, *, weights_only: bool, as_json: bool) -> int:
             "archives": found.archives,
             "damage": damage,
         }
-        praise = (
+        success = (
             f"no damage found. Format {found.format!r} has no checksums of its own. Checked: it opens, "
             f"{found.tensors} tensors lie inside their files, and {found.archives} of {found.files} files "
             "are zip archives whose CRC-32 sums match."
@@ -82,30 +82,30 @@ def run_verify(path: str, *, weights_only: bool, as_json: bool) -> int:
     if as_json:
         print_json(checked)
     else:
-        _report(path, damage, praise)
+        _report(path, damage, success)
     return 1 if damage else 0
 
 
-def _report(path: str, damage: Sequence[Damage], praise: str) -> None:
+def _report(path: str, damage: Sequence[Damage], success: str) -> None:
     if damage:
         print_table(
             ("file", "bytes", "problem"),
             [(found.file, f"{found.start}-{found.stop}", found.problem) for found in damage],
         )
-        print_note(f"{len(damage)} damaged place(s): restore them from a backup, or use another checkpoint.")
+        print_note(f"{len(damage)} damaged range(s): restore from a backup, or use another checkpoint.")
     else:
-        print_text(f"{path}: {praise}")
+        print_text(f"{path}: {success}")
 
 
-# ``nnx ckpt diff``: what differs between two checkpoints of any format.
+# ``nnx ckpt diff``: print the differences between two checkpoints of any format.
 
 
 _ROWS = 20
-"""Lines shown of each kind of difference."""
+"""The most lines shown of each kind of difference."""
 
 
 class Pair(TypedDict):
-    """Something that is not the same on both sides."""
+    """The differing values of a tensor's property on both sides."""
 
     name: str
     left: str
@@ -121,7 +121,7 @@ class Shapes(TypedDict):
 
 
 class ObjectPair(TypedDict):
-    """Something that is no tensor, and differs."""
+    """An object that differs."""
 
     place: str
     left: str
@@ -129,7 +129,7 @@ class ObjectPair(TypedDict):
 
 
 class Values(TypedDict):
-    """A tensor with other values.
+    """A tensor with different values.
 
     Attributes:
         elements: The number of elements that differ.
@@ -168,7 +168,7 @@ class Differences(TypedDict):
 def run_diff(
     left: str, right: str, *, values: bool, only_weights: bool, weights_only: bool, as_json: bool
 ) -> int:
-    """Print the differences; 1 if there are any."""
+    """Print the differences; return exit code 1 if there are any."""
     from nnx_checkpoint.conversion.comparison import compare
     from nnx_checkpoint.reading.formats import open_checkpoint
 
@@ -211,38 +211,40 @@ def _as_json(found: Comparison, left: str, right: str, *, values: bool) -> Diffe
 def _print(found: Comparison, left: str, right: str, *, values: bool) -> None:
     _table(f"only in {left}", ("name",), [(name,) for name in found.only_left])
     _table(f"only in {right}", ("name",), [(name,) for name in found.only_right])
-    _table("other shapes", ("name", "left", "right"), [(n, _shape(a), _shape(b)) for n, a, b in found.shapes])
-    _table("other element types", ("name", "left", "right"), found.dtypes)
+    shapes = [(name, _shape(left), _shape(right)) for name, left, right in found.shapes]
+    _table("different shapes", ("name", "left", "right"), shapes)
+    _table("different element types", ("name", "left", "right"), found.dtypes)
     _table("tied on one side only", ("name",), [(name,) for name in found.ties])
-    _table("other objects", ("place", "left", "right"), [(o.place, o.left, o.right) for o in found.objects])
-    _table("other values", ("kind", "tensors", "largest difference"), _by_kind(found.values))
+    objects = [(item.place, item.left, item.right) for item in found.objects]
+    _table("different objects", ("place", "left", "right"), objects)
+    _table("different values", ("kind", "tensors", "largest difference"), _by_kind(found.values))
     _table(
-        "tensors with other values",
+        "tensors with different values",
         ("name", "elements that differ", "largest difference"),
         [
             (tensor.name, f"{tensor.elements:,} of {tensor.numel:,}", f"{tensor.largest:.3g}")
             for tensor in sorted(found.values, key=lambda tensor: natural_order(tensor.name))
         ],
     )
-    compared = f"{found.compared} tensors compared bit for bit ({human_bytes(found.bytes_compared)})"
+    compared = f"{found.compared} tensors compared bitwise ({human_bytes(found.bytes_compared)})"
     if not values:
         compared = "values were not compared"
     if found.same:
-        print_text(f"The same; {compared}.")
+        print_text(f"Equal; {compared}.")
         return
     counts = {
         "names on one side only": len(found.only_left) + len(found.only_right),
-        "other shapes or element types": len(found.shapes) + len(found.dtypes),
-        "other ties": len(found.ties),
-        "other objects": len(found.objects),
-        "tensors with other values": len(found.values),
+        "shapes or element types": len(found.shapes) + len(found.dtypes),
+        "ties": len(found.ties),
+        "objects": len(found.objects),
+        "tensors by value": len(found.values),
     }
     shown = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     print_text(f"Different: {shown}; {compared}.")
 
 
 def _by_kind(values: Sequence[TensorDifference]) -> list[tuple[str, str, str]]:
-    """Weights, each state of each optimizer, and the rest: how many tensors differ, and how much."""
+    """Return for each kind of tensor the number of differing tensors and the largest difference."""
     kinds: dict[str, list[float]] = {}
     for tensor in values:
         kinds.setdefault(kind_of(tensor.name), []).append(tensor.largest)
@@ -250,7 +252,7 @@ def _by_kind(values: Sequence[TensorDifference]) -> list[tuple[str, str, str]]:
 
 
 def _largest(values: Sequence[float]) -> float:
-    """NaN if there is one."""
+    """Return the largest value; NaN if any is NaN."""
     return next((value for value in values if math.isnan(value)), max(values))
 
 

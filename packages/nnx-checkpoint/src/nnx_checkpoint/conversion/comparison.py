@@ -1,7 +1,7 @@
-"""Comparing two checkpoints of any format: names, shapes, element types, objects, and the values themselves.
+"""Compare names, shapes, element types, objects and values of two checkpoints of any format.
 
-Values are read slab by slab from both sides at once, so memory is bounded for any size. What differs
-is reported, not raised.
+Values are read slab by slab from both sides at once, so memory is bounded for any size. Differences are
+returned, not raised.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nnx_checkpoint.reading.slabs import read_in_order
 __all__ = ["Comparison", "TensorDifference", "compare"]
 
 _TEXT = 80
-"""Characters of a value that are shown."""
+"""The most characters shown of a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class TensorDifference:
     """A tensor whose values differ.
 
     Attributes:
-        name: Its name.
+        name: The name of the tensor.
         elements: The number of elements that differ in any bit.
-        numel: The number of elements that it has.
-        largest: The largest absolute difference; NaN where only one side is NaN; 0 where only the bits
-            differ, as those of 0.0 and -0.0 do.
+        numel: The number of all elements.
+        largest: The largest absolute difference; NaN if only one side is NaN; 0 if only the bits differ, as
+            between 0.0 and -0.0.
     """
 
     name: str
@@ -47,12 +47,12 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class ObjectDifference:
-    """A place in the objects where the two sides hold different values.
+    """An entry of the objects with different values on the two sides.
 
     Attributes:
-        place: Where, such as ``optim.0.groups.0.lr``.
-        left: Describes for people what the first holds; empty if nothing.
-        right: Describes what the second holds.
+        place: The path of the entry, such as ``optim.0.groups.0.lr``.
+        left: The first side's value as text; empty if it has none.
+        right: The second side's value as text; empty if it has none.
     """
 
     place: str
@@ -62,11 +62,11 @@ class ObjectDifference:
 
 @dataclass
 class Comparison:
-    """How two checkpoints differ.
+    """The differences between two checkpoints.
 
     Attributes:
-        only_left: Names that only the first has.
-        only_right: Names that only the second has.
+        only_left: Names in the first checkpoint only.
+        only_right: Names in the second checkpoint only.
         shapes: Name, and both shapes, where these differ.
         dtypes: Name, and both element types, where these differ.
         ties: Names that share their tensor with another name on one side only.
@@ -110,18 +110,18 @@ def compare(
 ) -> Comparison:
     """Compare two open checkpoints.
 
-    Their formats, paths and provenance do not count. Where one of them numbers the parameters of an
-    optimizer and the other names them, numbers stand for the names at the same positions.
+    Formats, paths and provenance are ignored. If only one side names the parameters of an optimizer, a number
+    on the other side matches the name at the same position.
 
     Args:
-        left: The first.
-        right: The second.
-        values: Also read and compare what tensors hold.
-        only_weights: Compare parameters and buffers only.
-        progress: Told the bytes of each side compared so far, and their total.
+        left: The first checkpoint.
+        right: The second checkpoint.
+        values: True also reads and compares the values of tensors.
+        only_weights: True compares parameters and buffers only.
+        progress: Function of the bytes of each side compared so far, and their total.
 
     Raises:
-        CheckpointError: One of them cannot be read.
+        CheckpointError: One of the checkpoints cannot be read.
     """
     found = Comparison()
     a, b = _Side(left), _Side(right)
@@ -137,7 +137,7 @@ def compare(
 
 
 class _Side:
-    """One of the checkpoints: its names and objects, as the other side would call them."""
+    """One of the checkpoints: its names and objects, under the names of the other side."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -146,14 +146,14 @@ class _Side:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The groups and values of each optimizer; nothing if somebody saved another object by that name."""
+        """The groups and values of each optimizer; empty if the user saved another object under that name."""
         described = self.objects.get("optim") if isinstance(self.objects, dict) else None
         if isinstance(described, list) and all(_is_optimizer(optimizer) for optimizer in described):
             return list(described)
         return []
 
     def take_names(self, other: _Side) -> None:
-        """Call parameters that have only numbers here as the other side does."""
+        """Replace parameter numbers by the other side's names."""
         for index, (mine, theirs) in enumerate(zip(self.optimizers, other.optimizers, strict=False)):
             numbers, names = _parameters(mine), _parameters(theirs)
             numbered = all(isinstance(n, int) for n in numbers)
@@ -164,7 +164,7 @@ class _Side:
                 self.objects["optim"][index] = _with_names(mine, by_number)
 
     def names(self, prefix: str) -> dict[str, str]:
-        """Every name of the model and the optimizers, mapped to the one in the checkpoint.
+        """Return every name of the model and the optimizers, mapped to the name in the checkpoint.
 
         Tensors inside objects are compared with the objects, because formats name them differently.
         """
@@ -183,13 +183,13 @@ class _Side:
 
 
 def _without_empty(objects: Any) -> Any:
-    """Formats differ in whether they mention a part of which there is nothing."""
+    """Return objects without empty entries, which only some formats store."""
     return {k: v for k, v in objects.items() if v not in ({}, [])} if isinstance(objects, dict) else objects
 
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """Stands for a tensor inside objects."""
+    """A reference to a tensor inside objects."""
 
     name: str
 
@@ -199,7 +199,7 @@ class _Reference:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two stored tensors of one shape and element type, and what they are called."""
+    """Two stored tensors of one shape and element type, and their names."""
 
     name: str
     left: str
@@ -228,7 +228,7 @@ def _with_names(optimizer: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[
 
 
 def _compare_names(a: _Side, b: _Side, found: Comparison, *, prefix: str) -> list[_Pair]:
-    """Compare names and descriptions; return the tensors that can be compared by value."""
+    """Compare names and descriptions; return the pairs of tensors to compare by value."""
     mine, theirs = a.names(prefix), b.names(prefix)
     found.only_left = sorted(name for name in mine if name not in theirs)
     found.only_right = sorted(name for name in theirs if name not in mine)
@@ -259,7 +259,7 @@ def _compare_entries(place: str, a: _Side, x: str, b: _Side, y: str, found: Comp
 
 
 def _compare_objects(a: _Side, b: _Side, found: Comparison) -> list[_Pair]:
-    """Compare the objects; returns the tensors in them."""
+    """Compare the objects; return the pairs of tensors in them."""
     walk = _Walk(a, b, found)
     walk.visit("", a.objects, b.objects)
     for rank in sorted({*a.checkpoint.own_ranks, *b.checkpoint.own_ranks}):
@@ -269,7 +269,7 @@ def _compare_objects(a: _Side, b: _Side, found: Comparison) -> list[_Pair]:
 
 
 class _Walk:
-    """A walk through two trees at the same time."""
+    """A simultaneous walk through two trees."""
 
     def __init__(self, a: _Side, b: _Side, found: Comparison) -> None:
         self.pairs: list[_Pair] = []
@@ -314,7 +314,7 @@ def _equal(x: Any, y: Any) -> bool:
 
 
 def _enum_name(value: Any) -> Any:
-    """A member of an enum whose module happens to be imported is the same as one that is not."""
+    """Return an `EnumName` for an enum's member, so that it equals one whose module is not imported."""
     if isinstance(value, enum.Enum):
         return EnumName(f"{type(value).__module__}:{type(value).__qualname__}", value.name)
     return value
@@ -326,7 +326,7 @@ def _text(value: Any) -> str:
 
 
 def _rounds(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
-    """Sequences of pairs in which every stored tensor occurs once; tied names need no second look."""
+    """Yield lists of pairs, each with every stored tensor at most once; skip tied names already compared."""
     rounds: list[list[_Pair]] = []
     used: tuple[dict[str, int], dict[str, int]] = ({}, {})
     for pair in {(pair.left, pair.right): pair for pair in reversed(pairs)}.values():
@@ -345,7 +345,7 @@ def _compare_values(
     rights = read_in_order(b.checkpoint, [pair.right for pair in pairs])
     pair_of = {pair.left: pair for pair in pairs}
     counts: dict[str, Difference] = {}
-    # Both sides are cut at the same places, because that depends on shapes and element types only.
+    # Both sides yield slices of equal bounds, which depend on shapes and element types only.
     for left, right in zip(lefts, rights, strict=True):
         dtype = a.checkpoint.entry(left.name).dtype
         difference = difference_of(left.data, right.data, dtype)
@@ -359,17 +359,17 @@ def _compare_values(
     found.values.sort(key=lambda difference: difference.name)
 
 
-# How far apart two pieces of tensor data are: elements that differ in any bit, and the largest distance.
+# Compute the difference of tensor data: elements that differ in any bit, and the largest distance.
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Return the first difference between two pieces of data.
+    """The difference between two slices of data.
 
     Attributes:
         elements: The number of elements that differ in any bit.
-        largest: The largest absolute difference; NaN where only one side is NaN; 0 where only the bits
-            differ, as those of 0.0 and -0.0 do.
+        largest: The largest absolute difference; NaN if only one side is NaN; 0 if only the bits differ, as
+            between 0.0 and -0.0.
     """
 
     elements: int
@@ -388,7 +388,7 @@ NO_DIFFERENCE = Difference(0, 0.0)
 
 
 def difference_of(left: memoryview, right: memoryview, dtype: torch.dtype) -> Difference:
-    """Compare two pieces of the same length.
+    """Return the difference of two slices of the same length.
 
     Example:
         >>> data = [memoryview(torch.tensor([1, values]).numpy()).cast("B") for values in (2, 5)]
@@ -412,7 +412,7 @@ def _tensor(bits: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
 
 def _distance(x: Tensor, y: Tensor, wide: torch.dtype) -> float:
     x, y = x.to(wide), y.to(wide)
-    # What is equal although its bits differ would give NaN as often as 0: infinities, NaNs of two kinds.
+    # Equal values with different bits (infinities, two kinds of NaN) would give NaN or 0: exclude them.
     same = (x == y) | (x.isnan() & y.isnan())
     distances = (x - y).abs()[~same]
     return float(distances.max()) if distances.numel() else 0.0

@@ -1,8 +1,8 @@
-"""Converting and merging: any format that can be read into any that can be written, in bounded memory.
+"""Convert and merge checkpoints from any readable into any writable format, in bounded memory.
 
-This module also writes our own format, from one process by streaming. Training saves through
-`nnx_checkpoint.writing.writer`, from all ranks; the data written here was never completely in memory, and the
-objects of every rank that wrote the source come along.
+This module also writes our own format, streaming from one process. Training saves through
+`nnx_checkpoint.writing.writer`, from all ranks. A conversion never has all data in memory, and keeps the
+objects of every rank that wrote the source.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def convert(
 
     Args:
         source: A checkpoint of any known format.
-        target: The path to write to, where nothing may be.
+        target: The path to write to, which must not exist.
         to: Name of the format. None guesses from the target's name: ``.ckpt``, ``.pt``, ``.pth`` and ``.bin``
             are ``"lightning"``, ``.safetensors`` is ``"safetensors"``, anything else is ``"nnx"``.
-        weights_only: False executes code that the source may bring along, as in `open_checkpoint`.
-        save_weights_only: Leave out optimizers, schedulers, state of callbacks and of ranks. None does so
-            where the target is one ``.safetensors`` file.
-        progress: Called with the bytes done so far and their total.
-        **options: The format's own, such as ``max_shard_size`` of ``"safetensors"``.
+        weights_only: False executes code that the author of the source may have put there.
+        save_weights_only: True omits optimizers, schedulers, state of callbacks and of ranks. None omits them
+            if the target is one ``.safetensors`` file.
+        progress: Function of the bytes done so far and their total.
+        **options: Options of the format, such as ``max_shard_size`` of ``"safetensors"``.
 
     Raises:
         CheckpointError: The source cannot be read, the target exists or cannot be written, or the format
@@ -89,25 +89,26 @@ def merge(
     """Make one file of a checkpoint that is spread over several, in bounded memory.
 
     Args:
-        source: A checkpoint of any known format; or the files that it consists of, all of one directory.
+        source: A checkpoint of any known format, or all its files, which must be in one directory.
         target: The file: ``.safetensors`` for the weights alone, anything else for Lightning's single file.
         to: ``"lightning"`` or ``"safetensors"``; None guesses from the target's name.
-        weights_only: As for `convert`.
-        save_weights_only: As for `convert`.
-        progress: As for `convert`.
+        weights_only: False executes code that the author of the source may have put there.
+        save_weights_only: True omits optimizers, schedulers, state of callbacks and of ranks. None omits them
+            if the target is one ``.safetensors`` file.
+        progress: Function of the bytes done so far and their total.
 
     Raises:
-        CheckpointError: Raised as by `convert`, or because the files are of several directories.
+        CheckpointError: `convert` failed, or the files are in several directories.
     """
     form = to or _guess(target, otherwise="lightning")
     if form == "safetensors" and Path(target).suffix != _SAFETENSORS:
         raise CheckpointError(
-            f"'{target}' would be a directory; merging gives one file.",
+            f"'{target}' would be a directory, and merging writes one file.",
             remedy=f"Let its name end in {_SAFETENSORS}, or use `convert`.",
         )
     if form not in ("safetensors", "lightning"):
         raise CheckpointError(
-            f"merging gives one file, and format {form!r} is none.",
+            f"merging writes one file, and format {form!r} is a directory.",
             remedy="Use 'lightning' or 'safetensors', or `convert`.",
         )
     path = _one_path(source)
@@ -133,7 +134,7 @@ def _check_target(source: _Path, target: _Path) -> None:
         inside = isinstance(here, LocalPlace) and there.path.resolve().is_relative_to(here.path.resolve())
     if inside:
         raise CheckpointError(
-            f"cannot write '{target}': it would be in the checkpoint that it is made of.",
+            f"cannot write '{target}': it is inside the source checkpoint.",
             remedy=f"Choose a path outside of '{source}'.",
         )
 
@@ -157,11 +158,11 @@ def _write(
 
 
 def _ignore(done: int, total: int) -> None:
-    """No progress is wanted."""
+    """Ignore progress."""
 
 
 def _one_path(source: _Path | Sequence[_Path]) -> _Path:
-    """The checkpoint itself, or the directory of its files."""
+    """Return the checkpoint itself, or the directory of its files."""
     if isinstance(source, (str, os.PathLike)):
         return source
     files = [Path(file) for file in source]
@@ -204,10 +205,10 @@ class Native(CheckpointFormat):
 
         Args:
             checkpoint: The checkpoint to write, of any format.
-            path: A path or URL where nothing is.
-            progress: Told how far it is.
+            path: A path or URL that does not exist.
+            progress: Function of the bytes done and their total.
             opaque: ``"pickle"`` stores objects that have no safe encoding; ``"error"`` refuses them.
-            **options: There are no others.
+            **options: No other options exist.
 
         Raises:
             CheckpointError: An object has no JSON form, or reading or writing failed.
@@ -225,7 +226,7 @@ class Native(CheckpointFormat):
 
 @contextlib.contextmanager
 def _target(path: str | os.PathLike[str]) -> Iterator[Place]:
-    """Where to write; behind a URL at once, since the manifest, which is last, makes it a checkpoint."""
+    """Yield the place to write to (a URL needs no temporary name: the manifest is uploaded last)."""
     place = place_of(path)
     if isinstance(place, LocalPlace):
         with new_directory(path) as directory:
@@ -239,7 +240,7 @@ def _target(path: str | os.PathLike[str]) -> Iterator[Place]:
 
 
 class _Writing:
-    """One checkpoint on its way into a save directory."""
+    """The writing of one checkpoint into a save directory."""
 
     def __init__(
         self,
@@ -263,13 +264,13 @@ class _Writing:
         self.transaction.finish(
             replace(index_of(tensors), aliases=self.checkpoint.aliases),
             files,
-            # Whose objects these are depends on how many ranks there were, not on who converts.
+            # The rank objects belong to the ranks of the source, not to this process.
             writer=writer_info(self.checkpoint.world_size),
             provenance=self.checkpoint.provenance,
         )
 
     def _write_objects(self) -> Files:
-        """First, because an object that cannot be stored should be told at once."""
+        """Write the objects (first, so that an object that cannot be stored fails early)."""
         trees: dict[int | None, Any] = {None: self.checkpoint.objects}
         trees |= {rank: self.checkpoint.rank_objects(rank) for rank in self.checkpoint.own_ranks}
         files: Files = {}

@@ -1,8 +1,8 @@
-"""Gathering what a foreign checkpoint holds under the logical names, and reading it from there.
+"""Collect the tensors and objects of a foreign checkpoint under logical names, and read them.
 
-A format's reader hands state dicts and optimizer states to `Contents`, as its program nests them;
-`Contents.opened` gives the `Checkpoint`. Optimizer states that number their parameters keep the numbers:
-whoever resumes knows the parameters' order, and a guess could be wrong.
+A format's reader passes state dicts and optimizer states to `Contents`, nested as its program does;
+`Contents.opened` returns the `Checkpoint`. Optimizer states that number their parameters keep the numbers:
+the resuming program knows the parameters' order, and a guess here could be wrong.
 """
 
 from __future__ import annotations
@@ -82,19 +82,19 @@ class ForeignCheckpoint(Checkpoint):
 
 @dataclass(frozen=True, slots=True)
 class Lifted:
-    """Stands in a tree of objects for a tensor that has a logical name."""
+    """A reference in a tree of objects to a tensor with a logical name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class LocatedTensor:
-    """A tensor that is still in its files, in several parts.
+    """A tensor whose elements stay in several files or ranges.
 
     Attributes:
         shape: Its shape.
         dtype: Its element type.
-        pieces: Its boxes, and where the elements of each are, in row-major order.
+        pieces: Its boxes, each with the position of its elements in row-major order.
     """
 
     shape: tuple[int, ...]
@@ -102,11 +102,11 @@ class LocatedTensor:
     pieces: tuple[Piece, ...]
 
     def entry(self, name: str) -> TensorEntry:
-        """Describe it for the index."""
+        """Return the tensor's entry for the index."""
         return TensorEntry(name, self.shape, str(self.dtype).removeprefix("torch."), self.pieces)
 
     def read(self) -> Tensor:
-        """Read it into new memory."""
+        """Read the tensor into new memory."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         Fetcher(PlainFiles()).fetch([Wanted(self.entry(""), Box.whole(self.shape), tensor)])
         return tensor
@@ -114,11 +114,11 @@ class LocatedTensor:
 
 IN_FILES = (FileTensor, LocatedTensor)
 TENSORS = (*IN_FILES, Tensor)
-"""What stands for a tensor in the state dicts that `Contents` takes."""
+"""The forms of a tensor in the state dicts of `Contents`."""
 
 
 class Contents:
-    """The logical contents of a foreign checkpoint, filled part by part.
+    """The logical contents of a foreign checkpoint, collected step by step.
 
     Args:
         path: The checkpoint.
@@ -130,12 +130,12 @@ class Contents:
         self.format = format
         self.entries: dict[str, TensorEntry] = {}
         self.resident: dict[str, FileTensor | Tensor] = {}
-        """Tensors in memory, and those whose elements have gaps in the file and are read as a whole."""
+        """Tensors in memory, and tensors with gaps in the file, which are read completely."""
         self.aliases: dict[str, str] = {}
         self.objects: dict[str, Any] = {"trainer": {}}
-        """The common objects; tensors in them, of either kind, are given names by `opened`."""
+        """The common objects; `opened` names the tensors in them."""
         self.rank_objects: dict[int, Any] = {}
-        """The objects of single ranks, likewise."""
+        """The objects of single ranks; `opened` names the tensors in them."""
         self._places: dict[tuple[Any, ...], str] = {}
         self._permuted: dict[str, tuple[tuple[int, ...], TensorEntry]] = {}
 
@@ -161,10 +161,10 @@ class Contents:
         return Wanted(entry, box, wanted.view.permute(order))
 
     def add_pieces(self, name: str, shape: Sequence[int], dtype_name: str, pieces: Iterable[Piece]) -> None:
-        """Add a tensor that lies in parts in one or several files.
+        """Add a tensor that is partitioned over one or several files.
 
         Raises:
-            CheckpointError: The parts do not make up the tensor: a file is missing.
+            CheckpointError: The pieces do not partition the tensor: a file is missing.
         """
         entry = TensorEntry(name, tuple(shape), dtype_name, tuple(pieces))
         fault = find_fault(entry.shape, entry.copies)
@@ -176,7 +176,7 @@ class Contents:
         self.entries[name] = entry
 
     def add_model(self, state_dict: Mapping[str, Any]) -> None:
-        """Add a module's state dict; names that share their place in a file are tied."""
+        """Add a module's state dict; names with the same position in a file are tied."""
         extra = self.objects.setdefault("extra", {})
         for name, value in state_dict.items():
             key = f"model.{name}"
@@ -197,11 +197,11 @@ class Contents:
         """Add the next optimizer: ``state`` and ``param_groups`` as torch has them, named or numbered.
 
         Args:
-            state: As ``Optimizer.state_dict()`` gives it; further keys are kept too.
-            names: The names of parameters 0, 1, ... of the groups, or a mapping of them. Where they
-                are not given and the groups hold ``param_names`` (torch stores them for optimizers built from
-                ``named_parameters``), these replace the numbers, if they are names of the model added before:
-                those of one of its parts are not.
+            state: The result of ``Optimizer.state_dict()``; further keys are kept too.
+            names: The names of parameters 0, 1, ... of the groups, or a mapping of them. By default the
+                groups' ``param_names`` (torch stores them for optimizers built from ``named_parameters``)
+                replace the numbers, if they are names of the model added before. Names relative to a
+                submodule are not.
         """
         optimizers = self.objects.setdefault("optim", [])
         prefix = f"optim.{len(optimizers)}.state"
@@ -245,10 +245,10 @@ class Contents:
     def opened(
         self, *, world_size: int = 1, provenance: Mapping[str, Any] | None = None
     ) -> ForeignCheckpoint:
-        """The checkpoint, after naming the tensors in objects and making sure that all can be read.
+        """Name the tensors in objects, check that all can be read, and return the checkpoint.
 
         Raises:
-            CheckpointError: A tensor has an element type that nothing here can read.
+            CheckpointError: A tensor has an unsupported element type.
         """
         self.objects = self._lift(self.objects, "objects")
         self.rank_objects = {
@@ -257,7 +257,7 @@ class Contents:
         for alias, name in self.aliases.items():
             if name not in self.entries:
                 raise CheckpointError(
-                    f"'{self.path}' holds the name '{alias}' for tensor '{name}', which it does not hold.",
+                    f"'{self.path}' has the name '{alias}' for tensor '{name}', which is missing.",
                     remedy="Restore it from a backup, or use another checkpoint.",
                 )
         for entry in self.entries.values():
@@ -270,7 +270,7 @@ class Contents:
         return ForeignCheckpoint(self, world_size=world_size, provenance=provenance or {})
 
     def _lift(self, tree: Any, prefix: str) -> Any:
-        """Give every tensor of a tree a name that says where it stands, as `Encoder` does."""
+        """Name every tensor of a tree by its path, like `Encoder`."""
 
         def lift(path: tuple[str, ...], value: Any) -> Any:
             if not isinstance(value, TENSORS):
@@ -300,16 +300,16 @@ def _place(value: FileTensor | LocatedTensor | Tensor) -> tuple[Any, ...] | None
 def load_rank_file(
     path: Path, *, weights_only: bool, own: Collection[str], inert: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Read a rank's file; its tensors stay in it, even if the rest has to be trusted.
+    """Read a rank's file, leaving its tensors in the file, even with ``weights_only=False``.
 
     Args:
         path: The file.
-        weights_only: False trusts entries under other keys than `own` that cannot be read safely.
-        own: The keys of the program that wrote it. Entries under them are never trusted, and need not be.
+        weights_only: False executes code of entries under other keys than `own`.
+        own: The keys of the program that wrote the file. Their entries are always restricted to safe classes.
         inert: Prefixes of the names of the program's own classes.
 
     Raises:
-        CheckpointError: The file is missing or damaged, is no dict, or needs trust.
+        CheckpointError: The file is missing or damaged, is no dict, or needs ``weights_only=False``.
     """
     try:
         loaded = load_torch_file(path, inert=inert)
@@ -329,7 +329,7 @@ def load_rank_file(
 
 @contextmanager
 def malformed_explained(path: Any, program: str) -> Iterator[None]:
-    """Turn the errors of looking into nested data that is not as expected into one that names the files."""
+    """Context manager that converts errors of unexpected nested data into one that names the files."""
     try:
         yield
     except (
@@ -343,7 +343,7 @@ def malformed_explained(path: Any, program: str) -> Iterator[None]:
         ValueError,
     ) as error:
         raise CheckpointError(
-            f"'{path}' is not as {program} writes it: {type(error).__name__}: {error}.",
-            remedy=f"Restore it from a backup; if it is whole, it is of a version of {program} that nnx does "
+            f"'{path}' differs from the format of {program}: {type(error).__name__}: {error}.",
+            remedy=f"Restore it from a backup. If it is intact, it is from a {program} version that nnx does "
             "not know: merge it with that program first.",
         ) from error

@@ -1,9 +1,9 @@
-"""The same storage for users of bare `torch.distributed.checkpoint`.
+"""Provide our storage to users of plain `torch.distributed.checkpoint`.
 
 ``dcp.save(state, storage_writer=Writer(path))`` writes an nnx checkpoint, with its checksums and its
 atomic commit; ``dcp.load(state, storage_reader=Reader(path))`` reads any nnx checkpoint. `Handle` lets a
-shard that is not a DTensor (a range of a flat buffer, say) stand in such a state dict.
-This module only translates between DCP's plans and the storage; it has no storage of its own.
+shard that is not a DTensor (such as a range of a flat buffer) enter such a state dict.
+This module only translates between DCP's plans and the storage.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _OBJECTS, _PATHS = "dcp.objects", "dcp.paths"
 
 
 class Handle(WithoutData):
-    """A tensor that lets a `Shard` stand in a state dict for `torch.distributed.checkpoint`.
+    """A tensor that represents a `Shard` in a state dict for `torch.distributed.checkpoint`.
 
     ``Handle(shard)`` has the global shape and dtype but no data of its own; DCP reads and fills the views of
-    the shard, which is what this rank holds of the tensor.
+    the local shard.
     """
 
     shard: Shard
@@ -102,24 +102,24 @@ class Handle(WithoutData):
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """The report of a rank for one item: a box it stored, or an object in typed JSON."""
+    """The report of a rank for one item: a stored box, or an object in typed JSON."""
 
     box: Entry | None
     tree: Any
     files: dict[str, FileEntry]
-    """Of the whole rank, with its first item only."""
+    """The files of the rank, with its first item only."""
 
 
 class Writer(StorageWriter):
     """Writes an nnx checkpoint under DCP's planner.
 
     Every rank stores the boxes that DCP assigns to it. Objects that are not tensors are stored as typed
-    JSON; what has no such encoding is an error.
+    JSON; an object without such an encoding is an error.
 
     Args:
         path: Directory of the checkpoint: new, empty, or a checkpoint to replace.
         keep_previous: The number of earlier saves at this path to keep on disk.
-        provenance: Plain JSON that says where the checkpoint comes from.
+        provenance: Plain JSON about the origin of the checkpoint.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Writer(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
-        if self._transaction is not None:  # of a save that failed on some rank
+        if self._transaction is not None:  # of a save that failed on another rank
             self._transaction.discard()
         self._transaction = None
 
@@ -325,7 +325,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 def _stored_region(item: ReadItem) -> Box:
-    """Where in the logical tensor an item's data lies: DCP counts from the start of a stored chunk."""
+    """Return the box of an item in the logical tensor (DCP counts from the start of a stored chunk)."""
     chunk = item.storage_index.offset or torch.Size([0] * len(item.lengths))
     offset = tuple(a + b for a, b in zip(chunk, item.storage_offsets, strict=True))
     return Box(offset, tuple(item.lengths))
@@ -347,14 +347,14 @@ def _encode(name: str, planner: SavePlanner, item: WriteItem) -> Any:
     lookup = getattr(planner, "lookup_object", None)
     if lookup is None:
         raise CheckpointError(
-            f"'{name}' is not a tensor, and {type(planner).__name__} gives it only as a pickle.",
+            f"'{name}' is not a tensor, and {type(planner).__name__} provides it only as a pickle.",
             remedy="Use a planner derived from DefaultSavePlanner.",
         )
     return Encoder(name).encode(lookup(item.index), (name,))
 
 
 def _pickled(value: Any) -> io.BytesIO:
-    """Return a pickle for DCP's planner, made here of a value decoded from JSON."""
+    """Return a pickle of a value decoded from JSON, for DCP's planner."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)

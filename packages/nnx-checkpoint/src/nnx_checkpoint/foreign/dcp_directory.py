@@ -1,9 +1,9 @@
-"""Directories of `torch.distributed.checkpoint`, as ``dcp.save`` writes them, and Lightning's sharded ones.
+"""Read and write directories of ``dcp.save``, and Lightning's sharded directories.
 
-`nnx_checkpoint.foreign.dcp_files` reads their files; this module interprets them. DCP stores
-any nested state dict, and programs that use it put models and optimizers under keys of their own. `interpret`
-recognizes the usual ones by their keys and by their form. Other entries are kept, under their
-own keys, with the trainer's objects. `state_to_write` makes such a state dict of any checkpoint.
+`nnx_checkpoint.foreign.dcp_files` reads their files; this module interprets them. DCP stores any nested state
+dict, and each program puts models and optimizers under its own keys. `interpret` recognizes the usual ones by
+key and by form. Other entries stay under their own keys, with the trainer's objects. `state_to_write` makes
+such a state dict of any checkpoint.
 """
 
 from __future__ import annotations
@@ -61,17 +61,16 @@ _EXTRA_STATE = "_extra_state"
 def interpret(
     tree: Mapping[str, Any], *, keys: Mapping[str, Sequence[str]] | None = None, every_model: bool = False
 ) -> Parts:
-    """Take a state dict apart.
+    """Split a state dict into models, optimizers and other entries.
 
-    An optimizer is a dict that has the form of one, nested or flattened, whatever its key. A model is what
-    stands under one of the usual keys; without such a key, the tensors that stand side by side at the top;
-    without those, every dict of nothing but tensors. One level around all of this, as in ``{"app": ...}``,
-    is looked through.
+    An optimizer is any dict with the form of one, nested or flattened, under any key. The model is the entry
+    under one of the usual keys; without such a key, the tensors at the top level; without those, every dict
+    with tensors only. One level around all entries, as in ``{"app": ...}``, is skipped.
 
     Args:
-        tree: The state dict; tensors are still in the files.
-        keys: The keys that are ``modules`` and ``optimizers``, where that is known.
-        every_model: Take every dict of nothing but tensors for a model.
+        tree: The state dict, with tensors still in the files.
+        keys: The keys that are ``modules`` and ``optimizers``, if known.
+        every_model: True treats every dict with tensors only as a model.
 
     Raises:
         CheckpointError: An optimizer's state is malformed.
@@ -143,7 +142,7 @@ def _holds_tensors_only(value: Any) -> bool:
 
 
 def _is_member(key: str, value: Any) -> bool:
-    """Return True if it can be an entry of a module's state dict."""
+    """Return True if this can be an entry of a module's state dict."""
     return isinstance(value, TENSORS) or _is_extra(key) or _holds_tensors_only(value)
 
 
@@ -152,7 +151,7 @@ def _is_extra(name: str) -> bool:
 
 
 def _flat(model: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Join the keys of dicts of state dicts; extra state stays unchanged."""
+    """Flatten nested state dicts by joining keys (extra state stays unchanged)."""
     flat: dict[str, Any] = {}
     for key, value in model.items():
         if isinstance(value, dict) and not _is_extra(key):
@@ -163,7 +162,7 @@ def _flat(model: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _natural(key: str) -> list[Any]:
-    """So that ``optimizer_10`` comes after ``optimizer_9``."""
+    """Return a sort key that puts ``optimizer_10`` after ``optimizer_9``."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]
 
 
@@ -175,20 +174,20 @@ def state_to_write(
     parameter_names: ParameterNames | None,
     named_only: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state dict for DCP, and the trainer's objects.
+    """Return the state dict for DCP, and the trainer's objects.
 
     Args:
         checkpoint: The checkpoint to write.
-        model_key: The key for the model, unless Fabric's user chose keys.
-        optimizer_key: The key for optimizers, likewise; ``{}`` in it is replaced by their numbers.
-        parameter_names: Names for parameters that have only numbers.
-        named_only: Refuse parameters that have no names even so.
+        model_key: The key of the model, unless the user of Fabric chose keys.
+        optimizer_key: The key of optimizers, unless chosen; ``{}`` in it is replaced by their numbers.
+        parameter_names: Names of parameters that have only numbers.
+        named_only: True refuses parameters that still have no names.
 
     Returns:
         Both with `StoredName` in place of tensors.
 
     Raises:
-        CheckpointError: The names given do not fit.
+        CheckpointError: The given names do not match the parameters.
     """
     rest = lightning_dict(checkpoint)
     rest.pop("optimizer_states", None)
@@ -225,7 +224,7 @@ def _renamed(states: Sequence[OptimizerState], names: ParameterNames) -> list[Op
 
 
 def _without_prefix(state: OptimizerState, modules: Sequence[str]) -> OptimizerState:
-    """Names as in the module that the parameters belong to."""
+    """Return the state with names relative to the module that owns the parameters."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     for key in modules:
         if names and all(str(name).startswith(f"{key}.") for name in names):
@@ -244,7 +243,7 @@ def _rename(state: OptimizerState, names: Mapping[Any, str]) -> OptimizerState:
 
 
 def _with_names(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Optimizers built from ``named_parameters()`` ask for the names as well."""
+    """Return a group with ``param_names``, which optimizers built from ``named_parameters()`` require."""
     if any(isinstance(name, int) for name in group["params"]):
         return dict(group)
     return {**group, "param_names": list(group["params"])}
@@ -263,7 +262,7 @@ def _require_names(path: Any, states: Sequence[OptimizerState]) -> None:
 
 
 def looks_like_dcp(path: str | os.PathLike[str]) -> bool:
-    """Return True if there are files with the names that DCP gives them."""
+    """Return True if a directory has files with the names of DCP."""
     directory = Path(path)
     if "://" in os.fspath(path) or not directory.is_dir():
         return False
@@ -275,13 +274,13 @@ def read_directory(directory: Path, *, weights_only: bool) -> tuple[DcpMetadata,
 
     Args:
         directory: The checkpoint.
-        weights_only: False executes what its pickles bring along.
+        weights_only: False executes code in its pickles.
 
     Returns:
-        The metadata, and the state dict that was saved, with tensors still in the files.
+        The metadata, and the saved state dict with tensors still in the files.
 
     Raises:
-        CheckpointError: It is incomplete, damaged, malicious, or of two saves.
+        CheckpointError: The directory is incomplete, damaged, malicious, or mixes two saves.
     """
     metadata = read_metadata(directory, weights_only=weights_only)
     with Items(directory, weights_only=weights_only) as items:
@@ -299,14 +298,14 @@ def opened(
     parts: Parts,
     beside: Mapping[str, Any],
 ) -> ForeignCheckpoint:
-    """The checkpoint, from its parts.
+    """Return the checkpoint of a split state dict.
 
     Args:
         path: The directory.
         format: Name of its format.
         metadata: The metadata, with the claimed tensors.
-        parts: The state dict, taken apart.
-        beside: Objects of the trainer that lie beside the state dict.
+        parts: The state dict, split.
+        beside: Objects of the trainer that are stored beside the state dict.
     """
     contents = Contents(path, format)
     beside = dict(beside)
@@ -327,24 +326,24 @@ def opened(
 
 
 _PAUSE = 10.0
-"""Seconds that may pass between two files of a copy, beside the time that the second one takes."""
+"""Seconds that may pass between two files of a copy, in addition to the time to copy the second one."""
 _SLOWEST = 10e6
-"""Bytes per second below which nobody copies a checkpoint."""
+"""The slowest plausible copy of a checkpoint, in bytes per second."""
 
 
 def check_ages(earlier: Iterable[Path], later: Sequence[Path]) -> None:
-    """Refuse files of two saves, as far as their times tell.
+    """Refuse a directory with files of two saves, judged by their modification times.
 
-    DCP overwrites a directory's files one by one under the same names, and its metadata last. When that is
-    interrupted, data of two steps lies side by side, and torch reads it without a word. Only the times betray
-    it: data that is newer than the metadata, after a pause. A copy may have times in any order, but no pause.
+    DCP overwrites a directory's files one by one under the same names, and its metadata last. An interrupted
+    save leaves data of two steps, which torch reads without an error. Only the times show it: data that is
+    newer than the metadata, after a pause. A copy may have times in any order, but no pause.
 
     Args:
-        earlier: Files that were complete before any of `later` was written.
-        later: The others.
+        earlier: Files that a save completes before it writes any of `later`.
+        later: The other files.
 
     Raises:
-        CheckpointError: They were written in the wrong order, with a pause between.
+        CheckpointError: The files were written in the wrong order, with a pause between.
     """
     with explained("read", later[-1]):
         end = max(path.stat().st_mtime for path in later)
@@ -357,12 +356,12 @@ def check_ages(earlier: Iterable[Path], later: Sequence[Path]) -> None:
                 f"'{path.parent}' holds files of two saves: {_names(late[number:])} were written "
                 f"{age - previous:.0f} seconds after the rest, by a save into the same directory that was "
                 "interrupted.",
-                remedy=f"Resume from another checkpoint. If you know that it is whole, `touch {later[-1]}`.",
+                remedy=f"Resume from another checkpoint. If you know that it is intact, `touch {later[-1]}`.",
             )
         previous = age
     if late:
         log.warning(
-            "%s in %s is newer than %s. That is so in a copy; otherwise the files are of two saves.",
+            "%s in %s is newer than %s: either a copy, or files of two saves.",
             _names(late),
             later[-1].parent,
             later[-1].name,
@@ -374,7 +373,7 @@ def _names(late: Sequence[tuple[float, int, Path]]) -> str:
 
 
 class DcpDirectory(CheckpointFormat):
-    """The directory of ``dcp.save``: ``.metadata`` and files of every rank, or safetensors files."""
+    """A directory of ``dcp.save``: ``.metadata`` and files of every rank, or safetensors files."""
 
     name = "dcp"
     can_write = True
@@ -392,7 +391,7 @@ class DcpDirectory(CheckpointFormat):
         parts = interpret(tree, keys=beside.get(OURS, {}).get("fabric"))
         if "state_dict" in parts.models and parts.optimizers:
             log.warning(
-                "%s was written by Lightning but lacks its meta.pt: step, schedulers and callbacks are lost.",
+                "%s lacks Lightning's meta.pt: step, schedulers and callbacks are lost.",
                 path,
             )
         return opened(path, self.name, metadata, parts, beside)
@@ -409,16 +408,16 @@ class DcpDirectory(CheckpointFormat):
     ) -> None:
         """Write a directory that ``dcp.load`` and ``dcp_to_torch_save`` read.
 
-        The model is under ``model`` and the optimizer under ``optimizer``, both by parameter name, as torch's
-        ``get_state_dict`` has them; several are ``optimizer_0``, ``optimizer_1`` and so on. What Trainer and
-        nnx need besides is under ``trainer``.
+        The model is under ``model`` and the optimizer under ``optimizer``, both by parameter name, as in
+        torch's ``get_state_dict``. Several optimizers are ``optimizer_0``, ``optimizer_1`` and so on. Other
+        entries of Trainer and nnx are under ``trainer``.
 
         Args:
             checkpoint: The checkpoint to write, of any format.
-            path: A path where nothing is.
-            progress: Told how far it is.
+            path: A path that does not exist.
+            progress: Function of the bytes done and their total.
             parameter_names: The names of parameters for each optimizer that only numbers them.
-            **options: There are no others.
+            **options: No other options exist.
 
         Raises:
             CheckpointError: An object cannot be pickled, or reading or writing failed.
@@ -436,8 +435,8 @@ class DcpDirectory(CheckpointFormat):
             write_dcp_files(directory, described, state, objects=(TRAINER, beside), progress=progress)
 
 
-# Sharded directories of Lightning's ModelParallelStrategy and FSDPStrategy, from Trainer and from Fabric,
-# are DCP directories with the rest of Lightning's dict beside, in ``meta.pt``.
+# Lightning's ModelParallelStrategy and FSDPStrategy write sharded directories, from Trainer and from Fabric:
+# DCP directories with the other entries of Lightning's dict in ``meta.pt``.
 
 
 _META = "meta.pt"
@@ -461,7 +460,7 @@ class LightningSharded(CheckpointFormat):
         meta: Any = load_torch_file(directory / _META, weights_only=weights_only)
         if not isinstance(meta, dict):
             raise CheckpointError(
-                f"'{directory / _META}' holds a {type(meta).__name__}, not the rest of a checkpoint.",
+                f"'{directory / _META}' holds a {type(meta).__name__}, expected a dict.",
                 remedy="Restore it from a backup, or resume from another checkpoint.",
             )
         metadata, tree = read_directory(directory, weights_only=weights_only)
@@ -486,15 +485,15 @@ class LightningSharded(CheckpointFormat):
     ) -> None:
         """Write a directory that Trainer resumes from with one of Lightning's own sharding strategies.
 
-        A checkpoint that Fabric saved is written under the keys that its user chose, for Fabric.
+        A checkpoint of Fabric is written for Fabric, under the keys that its user chose.
 
         Args:
             checkpoint: The checkpoint to write, of any format.
-            path: A path where nothing is.
-            progress: Told how far it is.
-            strategy: The strategy that is to read it: they look for the model under different keys.
+            path: A path that does not exist.
+            progress: Function of the bytes done and their total.
+            strategy: The strategy that will read it, because each reads the model under another key.
             parameter_names: The names of parameters for each optimizer that only numbers them.
-            **options: There are no others.
+            **options: No other options exist.
 
         Raises:
             CheckpointError: An optimizer's parameters have no names, an object cannot be pickled, or reading

@@ -1,9 +1,9 @@
-"""The files of a DCP directory: which tensors and objects they hold, where elements lie, and writing them.
+"""Read the files of a DCP directory: their tensors, objects, and the positions of elements.
 
-Torch's own reader is of no use here: it unpickles ``.metadata`` freely, and of a part of a tensor it reads
-the whole chunk of a part again for every part. So the metadata are read by a restricted unpickler,
-and of every item that is a tensor a few hundred bytes, which tell where its elements are. What the parts mean
-is the matter of `nnx_checkpoint.foreign.dcp_directory`. Torch's own planner and writer write them.
+torch's own reader does not fit: it unpickles ``.metadata`` without restriction, and reads the complete chunk
+for every slice of it. So a restricted unpickler reads the metadata, and a few hundred bytes of every tensor
+give the position of its elements. `nnx_checkpoint.foreign.dcp_directory` interprets the items. torch's own
+planner and writer write them.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = [
 ]
 
 
-# Every item is a little zip file of ``torch.save``. Tensors stay where they are; objects go through torch's
-# restricted unpickler.
+# Every item is a small zip file of ``torch.save``. Tensors stay in the file; torch's restricted unpickler
+# reads objects.
 
 
 _SMALL = 1 << 20
-"""Bytes that parts may share beyond four times their file's; each part is read by itself."""
+"""Bytes that items may claim in addition to four times their file (each item is read separately)."""
 
 
 class Items:
@@ -52,7 +52,7 @@ class Items:
 
     Args:
         directory: The checkpoint.
-        weights_only: False unpickles objects freely.
+        weights_only: False unpickles objects without restriction.
     """
 
     def __init__(self, directory: Path, *, weights_only: bool) -> None:
@@ -72,7 +72,7 @@ class Items:
             reader.close()
 
     def check_lengths(self, items: Iterable[Item]) -> None:
-        """Make sure that every file is there and reaches as far as its items.
+        """Check that every file exists and contains its items.
 
         Raises:
             CheckpointError: A file is missing or too short.
@@ -88,7 +88,7 @@ class Items:
                 require_inside(path, self._directory)
             else:
                 raise CheckpointError(
-                    f"'{path}' is missing, and the metadata says that data is in it.",
+                    f"'{path}' is missing, and the metadata refers to it.",
                     remedy="Restore the files of all ranks, or resume from another checkpoint.",
                 )
             size = self._sizes[file] = path.stat().st_size
@@ -114,7 +114,7 @@ class Items:
             return load_torch_file(self._directory / item.file, weights_only=self._weights_only)
         raw = self._read(item)
         if raw not in self._objects:
-            trust = " If it is whole and you trust whoever wrote it, pass `weights_only=False`."
+            trust = " If it is intact and you trust its author, pass `weights_only=False`."
             with self._explained(name, item, trust if self._weights_only else ""):
                 self._objects[raw] = self._unpickle(item, raw)
         return deepcopy(self._objects[raw])
@@ -123,10 +123,10 @@ class Items:
         """Find the elements of a tensor.
 
         Returns:
-            Where they are in the files; the tensor itself if some part is not in row-major order.
+            The positions of the elements; the tensor itself if an item is not in row-major order.
 
         Raises:
-            CheckpointError: An item is damaged or is not what the metadata says, or a part is missing.
+            CheckpointError: An item is missing, damaged, or differs from the metadata.
         """
         require_cover(self._directory, name, tensor.shape, tensor.chunks)
         parts = {box: self._part(name, box, item) for box, item in tensor.chunks.items()}
@@ -135,7 +135,7 @@ class Items:
             raise CheckpointError(
                 f"the parts of tensor '{name}' in '{self._directory}' have different element types: "
                 f"{', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in types))}.",
-                remedy="The files are of different saves; resume from another checkpoint.",
+                remedy="The files are from different saves; resume from another checkpoint.",
             )
         if len(parts) == 1:
             return next(iter(parts.values()))
@@ -161,7 +161,7 @@ class Items:
             if tuple(part.shape) != box.size:
                 raise ValueError(
                     f"it holds shape {tuple(part.shape)}, and the metadata says {box.size}; "
-                    "the files may be of different saves"
+                    "the files may be from different saves"
                 )
         return part  # type: ignore[no-any-return]
 
@@ -182,7 +182,7 @@ class Items:
 
     @contextmanager
     def _explained(self, name: str, item: Item, more: str = "") -> Iterator[None]:
-        """Turn every error of a damaged or malicious pickle into one that names the file."""
+        """Context manager that converts any error of a damaged or malicious pickle into one with the file."""
         try:
             yield
         except CheckpointError:
@@ -196,7 +196,7 @@ class Items:
 
 
 def require_cover(directory: Path, name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> None:
-    """Make sure that the parts of a tensor make it up."""
+    """Raise unless boxes partition a tensor."""
     fault = find_fault(shape, boxes)
     if fault:
         raise CheckpointError(
@@ -205,10 +205,10 @@ def require_cover(directory: Path, name: str, shape: tuple[int, ...], boxes: Ite
         )
 
 
-# ``HuggingFaceStorageWriter(save_distributed=True)`` writes them. They have no metadata of their own: each
-# file says where in its tensors its data begins, and the sizes of the tensors follow from all files
-# together. So a file that is missing in the middle is noticed, but the loss of the last part of every
-# tensor is not.
+# ``HuggingFaceStorageWriter(save_distributed=True)`` writes safetensors files without common metadata. Each
+# file has the offset of its data in its tensors, and the shapes of the tensors follow from all files
+# together. So reading detects a missing file in the middle, but not the loss of the last slice of every
+# tensor.
 
 
 _FILES = "shard-*-model-*.safetensors"
@@ -216,7 +216,7 @@ _OFFSETS = "DCP_SHARDING_INFO"
 
 
 def shard_files(directory: Path) -> list[Path]:
-    """Files with the names that torch gives them."""
+    """Return the files with torch's names for such shards."""
     return sorted(directory.glob(_FILES))
 
 
@@ -224,7 +224,7 @@ def read_shards(directory: Path) -> dict[str, LocatedTensor]:
     """Find every tensor of a directory.
 
     Raises:
-        CheckpointError: A file is damaged, or the files do not make up the tensors.
+        CheckpointError: A file is damaged, or the files do not cover the tensors.
     """
     pieces: dict[str, dict[Box, Piece]] = {}
     types: dict[str, torch.dtype] = {}
@@ -244,7 +244,7 @@ def read_shards(directory: Path) -> dict[str, LocatedTensor]:
                 pieces.setdefault(tensor.name, {}).setdefault(box, piece)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"'{file}' does not say where its tensors belong: {type(error).__name__}: {error}.",
+                f"'{file}' has no valid offsets of its tensors: {type(error).__name__}: {error}.",
                 remedy="Restore it from a backup, or use another checkpoint.",
             ) from error
     found = {}

@@ -1,4 +1,4 @@
-"""The file `.metadata` of a directory of DCP, read without running code."""
+"""Read the file `.metadata` of a DCP directory without running code."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 Keys = tuple["str | int", ...]
 
 
-# It is a pickle of torch's `Metadata`. Its claims are checked against each other here; the data files are not
-# looked into.
+# `.metadata` is a pickle of torch's `Metadata`. This module checks its claims against each other, and reads
+# no data files.
 
 
 class Item(NamedTuple):
-    """Bytes of one data file: its name in the directory, the position of the first one, and their number."""
+    """A range of bytes in a data file: the file's name, the first position and the length."""
 
     file: str
     start: int
@@ -55,11 +55,11 @@ class Item(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as the metadata describe it.
+    """The metadata of one tensor.
 
     Attributes:
         shape: Its shape.
-        dtype: Its element type; where there are items, these know better.
+        dtype: Its element type according to the metadata; items override it.
         chunks: The item of each box that has elements.
     """
 
@@ -73,9 +73,9 @@ class DcpMetadata:
     """The claimed content of a DCP directory.
 
     Attributes:
-        tensors: By flat name, such as ``model.layers.0.weight``.
+        tensors: Tensors by flat name, such as ``model.layers.0.weight``.
         objects: Items that are not tensors, by flat name.
-        keys: The keys and list positions that lead to each name in the state dict that was saved.
+        keys: The path (keys and list positions) of each name in the saved state dict.
         files: Every metadata file that was read.
     """
 
@@ -97,13 +97,13 @@ class DcpMetadata:
 
     @property
     def world_size(self) -> int:
-        """How many ranks wrote, as far as the names of their files tell."""
+        """The number of ranks that wrote files, according to the files' names."""
         ranks = [int(match[1]) for file in self.data_files if (match := _DATA_FILE.fullmatch(file))]
         return max(ranks, default=0) + 1
 
 
 def metadata_files(directory: Path) -> list[Path]:
-    """The metadata of all ranks together, or, where each rank saved for itself, of each."""
+    """Return the common metadata file, or one for each rank if ranks saved separately."""
     whole = directory / METADATA
     if whole.is_file():
         return [whole]
@@ -113,20 +113,20 @@ def metadata_files(directory: Path) -> list[Path]:
 
 
 def read_metadata(directory: Path, *, weights_only: bool = True) -> DcpMetadata:
-    """Read what a directory claims to hold.
+    """Read the metadata of a directory.
 
     Args:
         directory: The checkpoint.
-        weights_only: False imports and runs all names in the pickle, beyond the classes of DCP.
+        weights_only: False imports and runs any name in the pickle, not only the classes of DCP.
 
     Raises:
-        CheckpointError: There is no metadata, it is damaged or malicious, or it contradicts itself.
+        CheckpointError: The metadata is missing, damaged, malicious, or contradicts itself.
     """
     found = DcpMetadata(files=metadata_files(directory))
     if not found.files:
         raise CheckpointError(
             f"'{directory}' has data files but no '{METADATA}': its save was interrupted.",
-            remedy="Resume from an earlier checkpoint; nothing tells what is in this one.",
+            remedy="Resume from an earlier checkpoint; the content of this one is unknown.",
         )
     for path in found.files:
         record = _unpickle(path, weights_only)
@@ -134,7 +134,7 @@ def read_metadata(directory: Path, *, weights_only: bool = True) -> DcpMetadata:
             _add(found, record)
         except CheckpointError:
             raise
-        except Exception as error:  # whatever a record of another shape makes the code above raise
+        except Exception as error:  # a malformed record may raise anything above
             raise CheckpointError(
                 f"'{path}' is not the metadata of a DCP checkpoint, or it is damaged: {error!r}.",
                 remedy="Resume from another checkpoint.",
@@ -143,14 +143,14 @@ def read_metadata(directory: Path, *, weights_only: bool = True) -> DcpMetadata:
 
 
 class _Properties(TensorProperties):
-    """Keeps the element type; the rest is deprecated."""
+    """Properties of a tensor, of which only the element type is read."""
 
     def __setstate__(self, state: Any) -> None:
         self.dtype = state[0]
 
 
 def _nothing(*values: Any) -> None:
-    """Called in place of what makes fields that are of no use here."""
+    """Replace the constructors of unused fields."""
 
 
 _DTYPE = re.compile(r"bool|[a-z]+\d\w*")
@@ -169,15 +169,15 @@ _UNUSED = {
     "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     "pathlib._local": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     "torch.serialization": ("_get_layout",),
-    "builtins": ("getattr",),  # how some versions of Python pickle members of enums
+    "builtins": ("getattr",),  # some versions of Python pickle enum members so
 }
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of DCP's metadata, which hold data and run nothing.
+    """An unpickler for the classes of DCP's metadata, which hold data and run nothing.
 
-    Each load gets subclasses of its own in their places, because a pickle can set attributes of a class that
-    it names. Where older versions of torch had a class in another module, its name was the same.
+    Each load uses its own subclasses of them, because a pickle can set attributes of a class that it names.
+    Older versions of torch had some classes in another module under the same name.
     """
 
     def __init__(self, raw: bytes, weights_only: bool) -> None:
@@ -200,7 +200,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return _nothing
         if not self._weights_only:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is not among the classes of such metadata")
+        raise pickle.UnpicklingError(f"{module}.{name} is not a class of DCP's metadata")
 
 
 def _unpickle(path: Path, weights_only: bool) -> Metadata:
@@ -212,10 +212,10 @@ def _unpickle(path: Path, weights_only: bool) -> Metadata:
         record: Any = _MetadataUnpickler(raw, weights_only).load()
         if not isinstance(record, Metadata):
             raise pickle.UnpicklingError(f"it holds a {type(record).__name__}")
-    except Exception as error:  # whatever damage or the pickle makes it raise
+    except Exception as error:  # damage or a pickle may raise anything
         raise CheckpointError(
             f"cannot read '{path}': {type(error).__name__}: {error}.",
-            remedy="If it is whole and you trust whoever wrote it, pass `weights_only=False`."
+            remedy="If it is intact and you trust its author, pass `weights_only=False`."
             if weights_only
             else "Restore it from a backup, or use another checkpoint.",
         ) from error
@@ -229,7 +229,7 @@ def _unpickle(path: Path, weights_only: bool) -> Metadata:
 
 
 def _add(found: DcpMetadata, record: Metadata) -> None:
-    """Add one metadata file; where several ranks have an object of one name, the first rank's counts."""
+    """Add one metadata file (of objects with one name, the first rank's is kept)."""
     places = {
         (index.fqn, None if index.offset is None else tuple(index.offset)): _item(info, index.fqn)
         for index, info in record.storage_data.items()
@@ -263,7 +263,7 @@ def _add_tensor(found: DcpMetadata, name: str, tensor: StoredTensor) -> None:
     if known.shape != tensor.shape:
         raise CheckpointError(
             f"the ranks disagree about the shape of tensor '{name}': {known.shape} and {tensor.shape}.",
-            remedy="The metadata files are of different saves; resume from another checkpoint.",
+            remedy="The metadata files are from different saves; resume from another checkpoint.",
         )
     if not isinstance(tensor.dtype, torch.dtype):
         raise TypeError(f"element type {reprlib.repr(tensor.dtype)}")

@@ -1,4 +1,4 @@
-"""From the flat names of a directory of DCP to logical names, and back."""
+"""Translate between the flat names of a DCP directory and logical names."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ STATE, GROUPS = "state", "param_groups"
 
 @dataclass(slots=True)
 class Parts:
-    """A state dict, taken apart.
+    """A split state dict.
 
     Attributes:
-        models: State dicts by key; tensors are still in the files, anything else is extra state.
+        models: State dicts by key, with tensors still in the files; other values are extra state.
         optimizers: ``{"state", "param_groups"}`` by key, named or numbered.
-        rest: Everything else.
+        rest: All other entries.
     """
 
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Parts:
 
     @property
     def keys(self) -> dict[str, list[str]]:
-        """The keys of models and optimizers, for Fabric's users, who look them up by these."""
+        """The keys of models and optimizers, by which users of Fabric look them up."""
         return {"modules": list(self.models), "optimizers": list(self.optimizers)}
 
     @property
@@ -46,11 +46,11 @@ class _Node(dict["str | int", Any]):
 
 
 def nest(values: Mapping[str, Any], keys: Mapping[str, Sequence[str | int]]) -> dict[str, Any]:
-    """Build the state dict that was saved.
+    """Return the saved state dict, nested.
 
     Args:
         values: The values by flat name.
-        keys: The keys and list positions that lead to each.
+        keys: The path (keys and list positions) of each value.
 
     Raises:
         CheckpointError: Two values claim the same place.
@@ -67,8 +67,8 @@ def nest(values: Mapping[str, Any], keys: Mapping[str, Sequence[str | int]]) -> 
             node = node.setdefault(key, _Node()) if isinstance(node, _Node) else None
         if not isinstance(node, _Node) or last in node:
             raise CheckpointError(
-                f"the metadata puts '{name}' where something else is: {list(keys[name])}.",
-                remedy="It is damaged; resume from another checkpoint.",
+                f"the metadata puts '{name}' at a path with another value: {list(keys[name])}.",
+                remedy="The metadata is damaged; resume from another checkpoint.",
             )
         node[last] = value
     return {str(key): _plain(value) for key, value in root.items()}
@@ -83,7 +83,7 @@ def _plain(value: Any) -> Any:
 
 
 def is_flattened(value: Mapping[str, Any]) -> bool:
-    """Return True if it is what torch's ``flatten_optimizer_state_dict`` makes of an optimizer's state."""
+    """Return True for a result of torch's ``flatten_optimizer_state_dict``."""
     of_groups = [key.startswith(f"{GROUPS}.") for key in value]
     return any(of_groups) and all(
         is_one or key.startswith(f"{STATE}.") for is_one, key in zip(of_groups, value, strict=True)
@@ -91,14 +91,14 @@ def is_flattened(value: Mapping[str, Any]) -> bool:
 
 
 def _optimizer(value: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state in torch's own form, with numbers where its groups have numbers."""
+    """Return an optimizer's state in torch's own form (with parameter numbers if its groups have numbers)."""
     value = _unflattened(value) if is_flattened(value) else value
     groups = [dict(group) for group in value[GROUPS]]
     state = value.get(STATE, {})
     if not isinstance(state, dict) or not all(isinstance(entries, dict) for entries in state.values()):
         raise CheckpointError(
             "an optimizer's state in the checkpoint does not map parameters to their entries.",
-            remedy="Save what `Optimizer.state_dict()` or torch's `get_optimizer_state_dict` returns.",
+            remedy="Save the result of `Optimizer.state_dict()` or torch's `get_optimizer_state_dict`.",
         )
     if any(isinstance(number, int) for group in groups for number in group["params"]):
         state = {int(number): entries for number, entries in state.items()}
@@ -106,7 +106,7 @@ def _optimizer(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unflattened(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo ``flatten_optimizer_state_dict``; parameters with equal hyper-parameters make up a group."""
+    """Undo ``flatten_optimizer_state_dict`` (parameters with equal hyper-parameters form a group)."""
     hyper: dict[str, dict[str, Any]] = {}
     for key, item in value.items():
         if key.startswith(f"{GROUPS}."):
@@ -131,18 +131,18 @@ def _split(key: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
         name = f"{more}.{name}"
     if not parameter:
         raise CheckpointError(
-            f"the optimizer's entry '{key}' belongs to none of the parameters in its groups.",
+            f"the optimizer's entry '{key}' belongs to no parameter in its groups.",
             remedy="It was saved by another program, or is damaged; resume from another checkpoint.",
         )
     return parameter, name
 
 
 OURS = "nnx"
-"""Under which key of the trainer's objects stands what DCP and Lightning have no place for."""
+"""Key in the trainer's objects for entries that DCP and Lightning cannot store."""
 
 
 TRAINER = "trainer"
-"""Under which key our own DCP directories keep the trainer's objects."""
+"""Key of the trainer's objects in our own DCP directories."""
 
 
 ParameterNames = Sequence[Sequence[str]]
@@ -150,12 +150,12 @@ ParameterNames = Sequence[Sequence[str]]
 
 
 def add_parts(contents: Contents, parts: Parts, beside: Mapping[str, Any]) -> None:
-    """Add everything under its logical name. Names of one place in the files are tied.
+    """Add all entries under their logical names. Names with the same position in a file are tied.
 
     Args:
         contents: The contents of the checkpoint.
-        parts: The state dict, taken apart.
-        beside: Objects of the trainer that lie beside it.
+        parts: The state dict, split.
+        beside: Objects of the trainer that are stored beside it.
     """
     for key, prefix in parts.prefixes.items():
         contents.add_model({f"{prefix}{name}": value for name, value in parts.models[key].items()})
@@ -167,9 +167,8 @@ def add_parts(contents: Contents, parts: Parts, beside: Mapping[str, Any]) -> No
 def _logical_names(state: Mapping[str, Any], parts: Parts) -> dict[Any, str]:
     """Return the names of an optimizer's parameters, as far as they are known.
 
-    ``param_names`` count where they are names of a model and the parameters have numbers. Where there are
-    several models, the key of the one that the parameters belong to comes before their names, unless they
-    could belong to several.
+    ``param_names`` count if they are names of a model and the parameters have numbers. With several models,
+    the key of the parameters' model precedes their names, unless they could belong to several models.
     """
     order = [name for group in state[GROUPS] for name in group["params"]]
     given = [name for group in state[GROUPS] for name in group.get("param_names", ())]
@@ -182,14 +181,14 @@ def _logical_names(state: Mapping[str, Any], parts: Parts) -> dict[Any, str]:
 
 
 def restore_ours(contents: Contents, beside: dict[str, Any]) -> dict[str, Any] | None:
-    """Take out of the trainer's objects what `state_to_write` put there.
+    """Remove the entries of `state_to_write` from the trainer's objects, and add them to the contents.
 
     Args:
-        contents: The contents that it belongs to.
-        beside: The objects, which lose it.
+        contents: The contents of the checkpoint.
+        beside: The trainer's objects, which are changed.
 
     Returns:
-        Return world size and provenance of the save; None if another program wrote it.
+        World size and provenance of the save; None if another program wrote it.
     """
     ours = beside.pop(OURS) if is_ours(beside) else None
     if ours is None:

@@ -1,8 +1,8 @@
-"""Write a directory of DCP.
+"""Write a DCP directory.
 
-Torch's writer keeps every tensor of a file until the file is complete. Those that it gets here are views of
-the two slabs of a few megabytes that the source is read into, one chunk after the other; so they take no
-memory of their own. It must ask for a chunk only when the last one is written: hence no copying ahead.
+torch's writer keeps every tensor of a file until the file is complete. Here it gets views of two slabs of a
+few megabytes, which the source is read into chunk by chunk, so that they take no further memory. It must
+request a chunk only after writing the last one, so its copy-ahead is disabled.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from nnx_checkpoint.storage.files import explained
 from nnx_checkpoint.unpickling.torch_file import map_tree
 
 _OBJECT = "__0_1.distcp"
-"""The file that holds the trainer's objects; torch names its only data file ``__0_0.distcp``."""
+"""The file of the trainer's objects; torch's only data file is ``__0_0.distcp``."""
 
 
 class _StoredHandle(Handle):
-    """Stands for a tensor of a checkpoint until its chunks are written."""
+    """A handle for a tensor of a checkpoint until its chunks are written."""
 
     source: StoredName
 
     @classmethod
     def of(cls, source: StoredName) -> _StoredHandle:
-        """The handle for a tensor, in chunks as `read_in_order` gives them."""
+        """Return the handle for a tensor, in the chunks of `read_in_order`."""
         entry = source.stored.entry(source.key)
         boxes = tuple(row_boxes(entry.shape, entry.itemsize, SLAB))
         views = tuple(torch.empty(box.size, dtype=entry.dtype, device="meta") for box in boxes)
@@ -59,18 +59,18 @@ class _StoredHandle(Handle):
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans a state dict of `StoredName`, and reads the chunks of their tensors when they are due.
+    """Plans a state dict of `StoredName`, and reads each chunk when the writer requests it.
 
     Args:
-        checkpoint: The checkpoint that the tensors are read from.
-        progress: Told how many bytes of tensors are done.
+        checkpoint: The checkpoint to read the tensors from.
+        progress: Function of the bytes of tensors done and their total.
     """
 
     def __init__(self, checkpoint: Described, progress: Progress) -> None:
         super().__init__()
         self._checkpoint, self._progress = checkpoint, progress
         self.parts: Iterator[Part] = iter(())
-        """The chunks that are not written yet."""
+        """The chunks still to write."""
         self.tied: dict[str, str] = {}
         """Names of tensors that are stored under another name already."""
 
@@ -113,7 +113,7 @@ class _Planner(DefaultSavePlanner):
         )
         try:
             return super().transform_object(write_item, whole)
-        except Exception as error:  # pickle raises what the object's own methods raise
+        except Exception as error:  # the object's own methods may raise anything
             raise CheckpointError(
                 f"'{write_item.index.fqn}' cannot be pickled: {type(error).__name__}: {error}.",
                 remedy="Convert to another format, or to the weights alone.",
@@ -131,11 +131,11 @@ def write_dcp_files(
     """Write the files of a DCP directory.
 
     Args:
-        directory: The directory to write into, which is empty.
-        checkpoint: The checkpoint that each `StoredName` in the others is read from.
+        directory: The empty directory to write into.
+        checkpoint: The checkpoint to read each `StoredName` from.
         state: The state dict.
-        objects: A further key, and one object for it that is stored as a whole, in a file of its own.
-        progress: Told how many bytes of tensors are done.
+        objects: A further key, and one object for it, which gets its own file.
+        progress: Function of the bytes of tensors done and their total.
 
     Raises:
         CheckpointError: An object cannot be pickled, or reading or writing failed.
@@ -150,11 +150,9 @@ def write_dcp_files(
         (plan,) = writer.prepare_global_plan(plans)
         try:
             results = writer.write_data(planner.finish_plan(plan), planner).wait()
-        except (
-            RuntimeError
-        ) as error:  # where the system refused to write, torch says that a position is wrong
+        except RuntimeError as error:  # after a failed write, torch complains about a wrong position
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-        list(planner.parts)  # none is left; that the last one is done is told now
+        list(planner.parts)  # all chunks are read: report the last one as done
         results += _tie(planner.tied, metadata, results)
         if objects is not None:
             name, tree = objects
@@ -168,7 +166,7 @@ def write_dcp_files(
 
 
 def _tie(tied: Mapping[str, str], metadata: Metadata, results: Sequence[WriteResult]) -> list[WriteResult]:
-    """Give tensors further names, under which the same items are found."""
+    """Add further names of tensors, which refer to the same items."""
     names: dict[str, list[str]] = {}
     for name, first in tied.items():
         names.setdefault(first, []).append(name)

@@ -1,9 +1,8 @@
-"""Entries without a place in another format, kept beside its own contents.
+"""Store entries that another format has no field for beside its own contents.
 
-So nothing is lost on the way back. It is the typed JSON
-of `nnx_checkpoint.format.codec`; tensors in it are stored under their logical names by whoever writes, and
-are referred to by name. So a file that carries it stays readable for programs that know nothing of it, and
-no pickle is needed.
+So a conversion back loses nothing. The entries are typed JSON of `nnx_checkpoint.format.codec`. The writer
+stores their tensors under logical names, and the JSON refers to them by name. So programs that do not know
+these entries can still read the file, and no pickle is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _VERSION = 1
 
 
 class StoredEncoder(Encoder):
-    """An `Encoder` that refers to stored tensors by the names they have."""
+    """An `Encoder` that refers to stored tensors by their existing names."""
 
     def encode(self, value: Any, path: tuple[str, ...] = ()) -> Any:
         """Encode a value; see `Encoder.encode`."""
@@ -33,10 +32,10 @@ class StoredEncoder(Encoder):
 
 
 def pack(checkpoint: Described, objects: Mapping[str, Any], aliases: Mapping[str, str]) -> str:
-    """Encode the entries that are left over.
+    """Encode the entries without a field in the target format.
 
     Args:
-        checkpoint: The checkpoint that it comes from; the objects of its ranks are included.
+        checkpoint: The source; the objects of its ranks are included.
         objects: Common objects, by their key in `Checkpoint.objects`.
         aliases: Tied names.
 
@@ -60,19 +59,19 @@ def pack(checkpoint: Described, objects: Mapping[str, Any], aliases: Mapping[str
 
 
 def unpack(text: str, contents: Contents, tensor: Callable[[str], Any], *, source: str) -> dict[str, Any]:
-    """Restore the entries left over: objects, the objects of ranks, aliases.
+    """Restore the entries of `pack`: objects, the objects of ranks, aliases.
 
     Args:
-        text: The text that `pack` gave.
-        contents: The contents to add it to.
-        tensor: Gives what stands for the tensor of a name.
-        source: The origin of it, used in messages.
+        text: The result of `pack`.
+        contents: The contents to add the entries to.
+        tensor: Function from a name to the value that represents its tensor.
+        source: The path of the text, used in messages.
 
     Returns:
         World size and provenance, as `Contents.opened` takes them.
 
     Raises:
-        CheckpointError: It is malformed or newer.
+        CheckpointError: The text is malformed or newer.
     """
     decoded = partial(decode, tensor=tensor, opaque=_no_opaque, source=source)
     try:
@@ -95,4 +94,4 @@ def unpack(text: str, contents: Contents, tensor: Callable[[str], Any], *, sourc
 
 
 def _no_opaque(place: str) -> Any:
-    raise LookupError(f"the object at {place!r} is not here")
+    raise LookupError(f"the object at {place!r} is missing")

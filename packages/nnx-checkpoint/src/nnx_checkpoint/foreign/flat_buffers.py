@@ -1,8 +1,8 @@
-"""Ranges of flat buffers, which ZeRO and FSDP1 write.
+"""Read ranges of flat buffers, which ZeRO and FSDP1 write.
 
-They keep many tensors end to end in one buffer and cut that evenly, regardless of the tensors' offsets. What
-one rank holds of a tensor is then a range of its elements, and a few boxes of it (`nnx_base.box`).
-State that all elements share, such as the number of steps, is stored beside them.
+These engines store many tensors end to end in one buffer and partition it evenly, regardless of tensor
+bounds. A rank's shard of a tensor is then a range of its elements, or a few boxes (`nnx_base.box`). State
+that all elements share, such as the number of steps, is stored beside them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Span:
 
 
 def spans_of_partitions(offset: int, numel: int, size: int) -> list[Span]:
-    """Cut a parameter where a buffer is cut into partitions of a size (ZeRO 1 and 2).
+    """Split a parameter at the bounds of its buffer's partitions (ZeRO 1 and 2).
 
     Example:
         >>> [(span.rank, span.position, span.start, span.stop) for span in spans_of_partitions(3, 4, 5)]
@@ -46,7 +46,7 @@ def spans_of_partitions(offset: int, numel: int, size: int) -> list[Span]:
 
 
 def split_evenly(position: int, numel: int, world_size: int) -> list[Span]:
-    """Cut a parameter itself into equal parts, the last ones shorter or empty (ZeRO 3).
+    """Split a parameter itself into equal ranges, the last ones shorter or empty (ZeRO 3).
 
     Example:
         >>> [(span.rank, span.position, span.start, span.stop) for span in split_evenly(10, 5, 3)]
@@ -60,7 +60,7 @@ def split_evenly(position: int, numel: int, world_size: int) -> list[Span]:
 
 
 def pieces_of_range(source: FileTensor, position: int, outer: Box, start: int, stop: int) -> list[Piece]:
-    """Say where the elements of a box lie, of which `source` holds a range.
+    """Return the pieces of a box of which `source` holds a range.
 
     Args:
         source: A contiguous tensor in a file.
@@ -89,7 +89,7 @@ def pieces_of_range(source: FileTensor, position: int, outer: Box, start: int, s
 
 
 def as_step(value: Any) -> Any:
-    """A number of steps as torch's optimizers keep it; other programs' count with an int."""
+    """Return a step count as the tensor of torch's optimizers (other programs use an int)."""
     return torch.tensor(float(value)) if isinstance(value, int) else value
 
 
@@ -97,10 +97,10 @@ def add_shared_state(contents: Contents, key: str, value: Any, values: dict[str,
     """Add optimizer state that all elements of a parameter share, such as the number of steps.
 
     Args:
-        contents: The contents that tensors are added to.
-        key: Their logical name.
+        contents: The contents to add a tensor to.
+        key: The logical name of the state.
         value: The state.
-        values: The dict that everything else is added to.
+        values: The dict to add other values to.
     """
     name = key.rpartition(".")[2]
     value = as_step(value) if name == "step" else value

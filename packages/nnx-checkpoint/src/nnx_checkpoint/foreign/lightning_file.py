@@ -1,9 +1,9 @@
-"""Lightning's single file, and other files of ``torch.save`` as users have them.
+"""Read and write Lightning's single file, and read other files of ``torch.save``.
 
-Reading accepts what Trainer and Fabric write, a bare state dict, and dicts such as
-``{"model": ..., "optimizer": ..., "epoch": ...}``. Writing gives a file that stock Lightning resumes from,
-without ever holding more than a few megabytes of it. Parameter names of optimizers, and what else Lightning's
-dict has no place for, go under the key ``"nnx"``, which Lightning ignores.
+Reading accepts files of Trainer and Fabric, a plain state dict, and dicts such as
+``{"model": ..., "optimizer": ..., "epoch": ...}``. Writing makes a file that stock Lightning resumes from,
+with a few megabytes of memory. Parameter names of optimizers, and other entries without a field in
+Lightning's dict, go under the key ``"nnx"``, which Lightning ignores.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ from nnx_checkpoint.unpickling.torch_file import FileTensor, load_torch_file, ma
 
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""The number that files of torch before 1.6 begin with, pickled."""
+"""The pickled number at the start of files of torch before 1.6."""
 _MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module")
 _OURS = "nnx"
 _RAW = "state_dict"
-"""What a file calls a state dict that Lite saved by itself, under no key."""
+"""The key for a state dict that Lite saved alone, without a key."""
 _VERSION_KEY = "pytorch-lightning_version"
 _REQUIRED: dict[str, Any] = {_VERSION_KEY: None, "lr_schedulers": [], "epoch": 0, "global_step": 0}
-"""What Trainer needs to resume."""
+"""The entries that Trainer needs to resume."""
 
 
 class LightningFile(CheckpointFormat):
     """One file of ``torch.save``.
 
-    Which entry is the model: ``state_dict``, else the first of ``model_state_dict``, ``model`` and ``module``
-    that is a dict of tensors, else the whole file if it is one. Optimizers: the list ``optimizer_states``,
-    else every entry that has ``state`` and ``param_groups``, in order. Everything else is the trainer's.
+    The model is the entry ``state_dict``, else the first of ``model_state_dict``, ``model`` and ``module``
+    that is a dict of tensors, else the file itself if it is such a dict. The optimizers are the list
+    ``optimizer_states``, else every entry with ``state`` and ``param_groups``, in order. All other entries
+    belong to the trainer.
     """
 
     name = "lightning"
@@ -97,9 +98,9 @@ class LightningFile(CheckpointFormat):
 
         Args:
             checkpoint: The checkpoint to write, of any format.
-            path: A path where nothing is.
-            progress: Told how far it is.
-            **options: There are none.
+            path: A path that does not exist.
+            progress: Function of the bytes done and their total.
+            **options: No options exist.
 
         Raises:
             CheckpointError: An object cannot be pickled, or reading or writing failed.
@@ -130,7 +131,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _restore_leftovers(contents: Contents, rest: dict[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo what `lightning_dict` did to Fabric's keys and required ones."""
+    """Undo the changes of `lightning_dict` to Fabric's keys and required entries."""
     for name, value in ours["tensors"].items():
         contents.add(name, value)
     for key in ours["added"]:
@@ -151,7 +152,7 @@ def _restore_leftovers(contents: Contents, rest: dict[str, Any], ours: Mapping[s
 
 
 def _prefixes(keys: Mapping[str, Any]) -> dict[str, str]:
-    """As Fabric's checkpoints have it, several modules are told apart by their keys; Lite's say it."""
+    """Return the prefix of each module's names: its key if Fabric saved several modules, or Lite's record."""
     modules: list[str] = keys["modules"]
     stated: dict[str, str] = keys.get("prefixes", {})
     return stated or {key: "" if len(modules) == 1 else f"{key}." for key in modules}
@@ -159,7 +160,7 @@ def _prefixes(keys: Mapping[str, Any]) -> dict[str, str]:
 
 def _add_model(contents: Contents, rest: dict[str, Any]) -> None:
     for candidate in _MODEL_KEYS:
-        if isinstance(rest.get(candidate), nn.Module):  # only a file that is trusted can hold one
+        if isinstance(rest.get(candidate), nn.Module):  # only with ``weights_only=False``
             rest[candidate] = rest[candidate].state_dict()
     key = next((key for key in _MODEL_KEYS if _is_state_dict(rest.get(key))), None)
     if isinstance(rest.get("state_dict"), Mapping):
@@ -172,7 +173,7 @@ def _add_model(contents: Contents, rest: dict[str, Any]) -> None:
 
 
 def _is_state_dict(value: Any) -> bool:
-    """Names mapped to tensors, and perhaps to what `get_extra_state` gave."""
+    """Return True for a dict of names to tensors, and optionally to results of `get_extra_state`."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         return False
     tensors = sum(isinstance(item, (FileTensor, Tensor)) for item in value.values())
@@ -203,7 +204,7 @@ def _is_optimizer_state(value: Any) -> bool:
 
 
 def lightning_dict(checkpoint: Described) -> dict[str, Any]:
-    """A checkpoint as the dict that Lightning saves, with a `StoredName` in place of every tensor."""
+    """Return a checkpoint as Lightning's dict, with a `StoredName` for every tensor."""
     trainer, extra = dict(stored_objects(checkpoint, "trainer")), stored_objects(checkpoint, "extra")
     states = stored_optimizer_states(checkpoint)
     objects = {key: value for key, value in checkpoint.objects.items() if key not in ("trainer", "extra")}
@@ -229,7 +230,7 @@ def lightning_dict(checkpoint: Described) -> dict[str, Any]:
 
 
 def _state_dict(checkpoint: Checkpoint, extra: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The model by name; None if the checkpoint has none, not even an empty one."""
+    """Return the model's tensors by name; None if the checkpoint has no model."""
     names = [name for name in (*checkpoint.tensors, *checkpoint.aliases) if name.startswith("model.")]
     if not names and extra is None:
         return None
@@ -237,7 +238,7 @@ def _state_dict(checkpoint: Checkpoint, extra: Mapping[str, Any] | None) -> dict
 
 
 def _by_trainer(trainer: dict[str, Any], model: Any, optimizers: list[Any] | None) -> dict[str, Any]:
-    """Entries that Trainer requires are added if they are missing."""
+    """Return the dict of Trainer, with required entries added if missing."""
     tree = dict(trainer)
     if model is not None:
         tree["state_dict"] = model
@@ -255,7 +256,7 @@ def _by_fabric(
     model: dict[str, Any] | None,
     optimizers: list[Any] | None,
 ) -> dict[str, Any]:
-    """Under the keys that the user chose."""
+    """Return the dict of Fabric, under the keys that the user chose."""
     model = model or {}
     modules = {
         key or _RAW: {
@@ -279,7 +280,7 @@ def _names_in(tree: Any) -> set[str]:
 
 
 def _parameter_names(state: Mapping[str, Any]) -> list[str] | None:
-    """The name of parameter 0, 1, ...; None where they have only numbers."""
+    """Return the names of parameters 0, 1, ...; None if they have only numbers."""
     names = list(dict.fromkeys(name for group in state["param_groups"] for name in group["params"]))
     return names if all(isinstance(name, str) for name in names) else None
 
@@ -294,5 +295,5 @@ def _lightning_version() -> str:
 
 
 def _know_attribute_dict() -> None:
-    """Lightning's dict with attributes keeps its class only if the class is in memory."""
+    """Import the class of Lightning's dict with attributes, because decoding never imports it."""
     importlib.import_module("lightning.fabric.utilities.data")

@@ -1,8 +1,8 @@
-"""safetensors: a single file, and directories as Hugging Face lays them out.
+"""Read and write safetensors: a single file, or a directory in Hugging Face's layout.
 
-The model's weights are in plain safetensors files that any program reads. What else a checkpoint holds is
-written beside them, as ``training_state.safetensors`` and ``training_state.json``, and read from there. Tied
-names are stored once and named in the metadata, as `safetensors.torch.save_model` does.
+The model's weights are in plain safetensors files that any program reads. All other state is in
+``training_state.safetensors`` and ``training_state.json`` beside them. Tied tensors are stored once and named
+in the metadata, as `safetensors.torch.save_model` does.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class SafetensorsFiles(CheckpointFormat):
             checkpoint: The checkpoint to write, of any format.
             path: A path that does not exist.
             progress: Called with the bytes done and the total.
-            max_shard_size: Weights of more bytes are spread over several files, with an index.
+            max_shard_size: The most bytes of weights in one file; more are split over several, with an index.
             prefix: The prefix to remove from names in the model's ``state_dict``, such as ``"net."``; entries
                 without it are kept with the training state.
-            **options: There are no others.
+            **options: No other options exist.
 
         Raises:
             CheckpointError: No name has the prefix, a single file cannot hold all entries, an object has no
@@ -109,7 +109,7 @@ class SafetensorsFiles(CheckpointFormat):
             if not isinstance(checkpoint, WeightsOnly):
                 raise CheckpointError(
                     f"'{path}' would be one file with the weights, and '{checkpoint.path}' holds more.",
-                    remedy="Pass save_weights_only=True to leave the rest out, or name a directory.",
+                    remedy="Pass save_weights_only=True to omit the rest, or name a directory.",
                 )
             with new_file(path) as temporary:
                 job.write_file(temporary, job.weights)
@@ -121,7 +121,7 @@ class SafetensorsFiles(CheckpointFormat):
 
 
 def _weight_files(directory: Path) -> tuple[Path, bool] | None:
-    """The index, or the one file with weights, and whether it is an index; None if there is neither."""
+    """Return the index or the only file with weights, and True for an index; None without either."""
     names = sorted(name for name in os.listdir(directory) if not name.startswith(("_", ".", _TRAINING)))  # noqa: PTH208
     for suffix, is_index in ((_INDEX, True), (_SUFFIX, False)):
         found = [name for name in names if name.endswith(suffix)]
@@ -132,7 +132,7 @@ def _weight_files(directory: Path) -> tuple[Path, bool] | None:
 
 
 def _located(place: Path) -> tuple[list[Path], Mapping[str, str], dict[str, str]]:
-    """The files with weights; what the index says where each weight is, and its metadata."""
+    """Return the files with weights, the file of each weight in the index, and the index's metadata."""
     if not place.is_dir():
         return [place], {}, {}
     found = _weight_files(place)
@@ -164,7 +164,7 @@ def _require_complete(place: Path, index: Mapping[str, str], headers: Mapping[Pa
     for tensor, file in index.items():
         if tensor not in there[file]:
             raise CheckpointError(
-                f"'{place / file}' does not hold tensor '{tensor}', which the index says it does.",
+                f"'{place / file}' lacks tensor '{tensor}', which the index lists there.",
                 remedy="Restore the files from a backup, or use another checkpoint.",
             )
 
@@ -179,7 +179,7 @@ def _add(contents: Contents, name: str, tensor: StoredTensor, file: Path) -> Non
 
 
 def _add_alias(contents: Contents, alias: str, name: str) -> None:
-    """Metadata is free text: it names an alias where one side is a tensor and the other is not."""
+    """Add an alias from the metadata, which is free text (an alias has a tensor on one side only)."""
     if name in contents.entries and alias not in contents.entries:
         contents.aliases[alias] = name
 
@@ -194,12 +194,12 @@ def _add_training_state(contents: Contents, directory: Path) -> dict[str, Any]:
 
 @dataclass
 class _Writing:
-    """One checkpoint on its way into files.
+    """The writing of one checkpoint into files.
 
     Attributes:
         checkpoint: The checkpoint.
         prefix: The prefix of the logical names of exported weights.
-        progress: Told about all files together.
+        progress: Function of the bytes done and their total, over all files.
     """
 
     checkpoint: Described
@@ -219,7 +219,7 @@ class _Writing:
         self._total = sum(tensors[name].nbytes for name in self.weights)
 
     def write_weights(self, directory: Path, max_shard_size: int) -> None:
-        """All weights, in one file or in several and an index."""
+        """Write all weights into one file, or into several and an index."""
         shards = list(self._shards(max_shard_size))
         if len(shards) == 1:
             self.write_file(directory / f"{_WEIGHTS}{_SUFFIX}", shards[0])
@@ -246,14 +246,14 @@ class _Writing:
         yield shard
 
     def _metadata(self, names: Sequence[str]) -> dict[str, str]:
-        """Aliases, and the part of the names that was taken off."""
+        """Return the metadata of a file: aliases, and the removed prefix."""
         held, start = set(names), len(self.prefix)
         tied = {alias[start:]: name[start:] for alias, name in self.tied.items() if name in held}
         prefix = self.prefix.removeprefix(_MODEL)
         return {**tied, **({_PREFIX_KEY: prefix} if prefix else {})}
 
     def write_training_state(self, directory: Path) -> None:
-        """Everything but the weights."""
+        """Write all state except the weights."""
         self._total += sum(self.checkpoint.tensors[name].nbytes for name in self.rest)
         aliases = {k: v for k, v in self.checkpoint.aliases.items() if k not in self.tied}
         text = pack(self.checkpoint, self.checkpoint.objects, aliases)
@@ -261,7 +261,7 @@ class _Writing:
         self.write_file(directory / f"{_TRAINING}{_SUFFIX}", self.rest)
 
     def write_file(self, file: Path, names: Sequence[str]) -> None:
-        """One file; the prefix is taken off the weights' names."""
+        """Write one file, with the prefix removed from the weights' names."""
         entries = [self.checkpoint.tensors[name] for name in names]
         renamed = {name: name.removeprefix(self.prefix) for name in names}
         order, header = encode_header(entries, renamed, self._metadata(names))

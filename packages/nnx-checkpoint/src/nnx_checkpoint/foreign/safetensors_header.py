@@ -1,8 +1,7 @@
-"""The header of a safetensors file.
+"""Read and write the header of a safetensors file, and check every claim of it.
 
-Read with every claim checked, and written: an eight-byte length, a JSON object, then the tensors'
-elements without gaps. Element types that the format does not have (complex128) get a further dim of
-extent 2, and the metadata entry ``nnx.complex`` names them.
+A file is an eight-byte length, a JSON object, then the tensors' elements without gaps. Element types that the
+format lacks (complex128) get a further dim of extent 2, and the metadata entry ``nnx.complex`` names them.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file holds.
+    """The content of a file.
 
     Attributes:
         tensors: The tensors in the order of their names in the header.
@@ -73,7 +72,7 @@ def read_header(file: Path) -> Header:
     """Read and check the header of a file.
 
     Raises:
-        CheckpointError: The file is missing or truncated, or its header cannot be true.
+        CheckpointError: The file is missing or truncated, or its header makes impossible claims.
     """
     if not is_file(file):
         raise CheckpointError(f"'{file}' is missing.", remedy="Restore it, or use another checkpoint.")
@@ -88,7 +87,7 @@ def read_header(file: Path) -> Header:
         body = load_json(read_exactly(file, length, start=8))
         metadata = body.pop("__metadata__", {})
         if not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("its metadata are not all text")
+            raise ValueError("its metadata has values that are not text")
         widened = load_json(metadata.pop(_COMPLEX_KEY, "{}").encode())
         tensors = tuple(_tensor(name, value, 8 + length, widened.get(name)) for name, value in body.items())
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -112,7 +111,7 @@ def _tensor(name: str, value: dict[str, Any], base: int, widened: str | None) ->
 
 
 def _check_positions(file: Path, tensors: Sequence[StoredTensor], start: int, size: int) -> None:
-    """Tensors must fill the file without gap or overlap, as the format demands."""
+    """Raise unless tensors fill the file without gap or overlap, as the format requires."""
     position = start
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.nbytes)):
         if tensor.start != position:
@@ -130,17 +129,17 @@ def _check_positions(file: Path, tensors: Sequence[StoredTensor], start: int, si
 def encode_header(
     entries: Sequence[TensorEntry], names: Mapping[str, str], metadata: Mapping[str, str]
 ) -> tuple[list[str], bytes]:
-    """The first bytes of a file.
+    """Return the first bytes of a file.
 
     Args:
-        entries: The entries that it is to hold.
-        names: The name of each in the file, by its logical name.
+        entries: The entries of the file.
+        names: The name of each entry in the file, by its logical name.
         metadata: Further text by key.
 
     Returns:
         The logical names in the order in which their data follows, and the bytes.
     """
-    # The widest numbers first, so that each tensor is aligned for who maps the file into memory.
+    # The widest numbers first, so that each tensor is aligned for programs that map the file into memory.
     order = sorted(entries, key=lambda entry: -(DTYPES[entry.dtype_name].itemsize))
     body: dict[str, Any] = {}
     widened: dict[str, str] = {}

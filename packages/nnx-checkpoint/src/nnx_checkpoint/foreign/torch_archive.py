@@ -1,9 +1,9 @@
 """Write a file of `torch.save` by streaming.
 
 A file of ``torch.save`` is an uncompressed zip archive: a pickle that describes the tensors, and their
-elements. It is written from its beginning to its end, with tensors that are never all in memory: its length
-is known before any element is read. Checksums stand behind the data they cover, as the zip format allows
-and torch does too, so nothing is written twice. Any zip tool can check the file.
+elements. It is written from beginning to end, in bounded memory: its length is known before any element is
+read. Checksums follow the data that they cover, as the zip format allows and torch does too, so that nothing
+is written twice. Any zip tool can check the file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DATA_ALIGNMENT = 64
 
 
 _LARGE = 0xFFFFFFFF
-"""From here on sizes and positions need the fields of ZIP64."""
+"""The size and position from which the fields of ZIP64 are required."""
 
 
 _FLAGS = 0x0808
@@ -47,22 +47,22 @@ _FLAGS = 0x0808
 
 
 _DATE = 0x0021
-"""The first of January 1980: the same contents give the same file."""
+"""The first of January 1980, a constant so that equal contents give equal files."""
 
 
 def write_torch_file(path: Path, tree: Any, checkpoint: Checkpoint, *, name: str, progress: Progress) -> None:
-    """Write a tree as ``torch.save`` does.
+    """Write a tree like ``torch.save``.
 
     Args:
         path: The file, which must not exist.
-        tree: Of anything that pickle can write. A `StoredName` in it becomes a tensor; several of one name
-            become tensors that share their memory.
-        checkpoint: The checkpoint that the data of stored names is read from.
+        tree: A tree of objects that pickle can write. A `StoredName` in it becomes a tensor; several of one
+            name become tensors that share their memory.
+        checkpoint: The checkpoint to read the data of stored names from.
         name: The name of the archive inside the file.
-        progress: Told how many bytes of stored tensors are done.
+        progress: Function of the bytes of stored tensors done and their total.
 
     Raises:
-        CheckpointError: Something in the tree cannot be pickled, or reading or writing failed.
+        CheckpointError: An object in the tree cannot be pickled, or reading or writing failed.
     """
     pickler, described = _describe(tree)
     head = {
@@ -101,7 +101,7 @@ def _describe(tree: Any) -> tuple[_Pickler, bytes]:
         pickler.dump(tree)
     except CheckpointError:
         raise
-    except Exception as error:  # pickle raises what the objects' own methods raise
+    except Exception as error:  # the objects' own methods may raise anything
         raise CheckpointError(
             f"an object in the checkpoint cannot be pickled: {type(error).__name__}: {error}.",
             remedy="Convert to another format, or to the weights alone (`save_weights_only=True`).",
@@ -111,7 +111,7 @@ def _describe(tree: Any) -> tuple[_Pickler, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """The elements of a tensor, which stand in a record of their own."""
+    """The elements of a tensor, which have their own record."""
 
     kind: Any
     record: str
@@ -119,16 +119,16 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as torch does: by the record that holds their elements."""
+    """Pickles tensors like torch, by the record of their elements."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=_PROTOCOL)
         self.tensors: list[StoredName | Tensor] = []
-        """What stands in record 0, 1, ..."""
+        """The tensors of records 0, 1, ..."""
         self._records: dict[Any, int] = {}
 
     def sizes(self) -> Iterator[int]:
-        """Bytes of each record."""
+        """Yield the bytes of each record."""
         for value in self.tensors:
             yield value.stored.entry(value.key).nbytes if isinstance(value, StoredName) else value.nbytes
 
@@ -140,7 +140,7 @@ class _Pickler(pickle.Pickler):
             return self._reduce(value.detach(), id(value), tuple(value.shape), value.dtype)
         if isinstance(value, EnumName):
             raise CheckpointError(
-                f"the checkpoint holds {value.name} of the enum {value.type}, which is not known here.",
+                f"the checkpoint holds {value.name} of the enum {value.type}, which is not imported.",
                 remedy=f"Import {value.type.partition(':')[0]} before converting.",
             )
         return NotImplemented
@@ -175,7 +175,7 @@ class _Record:
 
 
 class ZipLayout:
-    """A zip archive of records whose lengths are known and whose contents are not read yet.
+    """The layout of a zip archive of records with known lengths, before their contents are read.
 
     Every record's data starts at a multiple of 64 bytes, counted from the start of the archive.
 
@@ -195,11 +195,11 @@ class ZipLayout:
         """Length of the archive."""
 
     def write(self, append: Callable[[memoryview], object], data: Iterable[Iterable[memoryview]]) -> None:
-        """Write the whole archive.
+        """Write the archive.
 
         Args:
-            append: Takes the next bytes.
-            data: The parts of each record's data, which together have its length.
+            append: Function that writes the next bytes.
+            data: For each record the slices of its data, which together have its length.
         """
         for record, parts in zip(self._records, data, strict=True):
             append(memoryview(_local_header(record)))

@@ -1,1 +1,1 @@
-"""The files of a checkpoint: manifest, index, rank files, encoded values, and their paths."""
+"""Define the files of a checkpoint: manifest, index, rank files, encoded values, and their paths."""

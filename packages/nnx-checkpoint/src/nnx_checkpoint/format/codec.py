@@ -1,8 +1,8 @@
 """Encode objects other than tensor data as typed JSON, which keeps their types.
 
-JSON's own types stand for themselves. Everything else is an object with the key ``"$"`` that names its
-type. Tensors and shards are lifted out and leave a reference. Nothing is ever executed or imported to
-decode a tree; what has no encoding is an error that names its place, or is set aside by opt-in.
+JSON's own types are unchanged. Every other value is an object with the key ``"$"`` that names its type.
+Tensors and shards are lifted out and replaced by references. Decoding never executes or imports anything.
+An object without encoding is an error that names its path, or is collected for pickle by opt-in.
 This module owns that encoding and never touches files.
 """
 
@@ -44,7 +44,7 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class EnumName:
-    """Stands for a member of an enum whose module is not imported in this process.
+    """A member of an enum whose module is not imported in this process.
 
     Attributes:
         type: ``"module:Class"``.
@@ -56,12 +56,12 @@ class EnumName:
 
 
 class Encoder:
-    """Turns a tree of Python objects into a tree of JSON values.
+    """Encodes a tree of Python objects as a tree of JSON values.
 
     Args:
         prefix: The prefix of the names of lifted tensors.
-        opaque: Decides about an object that has no encoding: ``"error"`` raises, ``"pickle"`` sets it
-            aside in `opaque_objects`, ``"skip"`` drops it.
+        opaque: The treatment of an object without encoding: ``"error"`` raises, ``"pickle"`` adds it to
+            `opaque_objects`, ``"skip"`` drops it.
 
     Example:
         >>> Encoder("objects").encode({"betas": (0.9, float("inf"))})
@@ -72,7 +72,7 @@ class Encoder:
         self.tensors: dict[str, Tensor | Shard] = {}
         """Lifted tensors and shards by name."""
         self.opaque_objects: dict[str, Any] = {}
-        """What has no encoding, by the place where it stood."""
+        """Objects without encoding, by their path in the tree."""
         self._prefix = prefix
         self._opaque = opaque
 
@@ -81,15 +81,15 @@ class Encoder:
 
         Args:
             value: The tree.
-            path: The object's place in the tree, used in names and messages.
+            path: The path of the value in the tree, used in names and messages.
 
         Raises:
-            CheckpointError: Something in it has no encoding, or it is nested too deeply or in a circle.
+            CheckpointError: An object has no encoding, or the tree is nested too deeply or in a cycle.
         """
         if len(path) > _MAX_DEPTH:
             raise CheckpointError(
                 f"the object at '{_text(path[:8])}...' is nested deeper than {_MAX_DEPTH} levels.",
-                remedy="Break the circle or flatten the structure.",
+                remedy="Break the cycle or flatten the structure.",
             )
         if value is None or type(value) in (bool, str):
             return value
@@ -220,7 +220,7 @@ def _text(path: tuple[str, ...]) -> str:
 
 
 def _is_attribute_dict(kind: type) -> bool:
-    """Lightning's dict with attribute access, in any of its three packages."""
+    """Return True for Lightning's dict with attribute access, from any of its three packages."""
     return kind.__name__ == "AttributeDict" and kind.__module__.split(".")[0] in (
         "lightning", "lightning_fabric", "pytorch_lightning",
     )  # fmt: skip
@@ -233,12 +233,12 @@ def decode(
 
     Args:
         value: The JSON values.
-        tensor: Gives the tensor of a name.
-        opaque: Gives the object that was set aside at a place.
+        tensor: Function from a name to its tensor.
+        opaque: Function from a path to its pickled object.
         source: The origin of the values, used in messages.
 
     Raises:
-        CheckpointError: The values are not what an encoder produces.
+        CheckpointError: No encoder produces these values.
     """
 
     def visit(item: Any) -> Any:  # noqa: PLR0911 - one branch a type
@@ -273,9 +273,9 @@ def decode(
 
 
 class HashCounts:
-    """Counts the hashes of keys: Python compares every two keys of one hash, and a file can hold many such.
+    """Counts the hashes of keys: Python compares keys of equal hash in pairs, and a file can hold many.
 
-    Only strings have hashes that a file cannot foresee. Of numbers with 64 bits, at most 34 have one hash.
+    Only the hashes of strings are unpredictable. At most 34 numbers of 64 bits have the same hash.
     """
 
     _MOST = 64
@@ -287,7 +287,7 @@ class HashCounts:
         """Count one key of a dict or a set by its hash.
 
         Raises:
-            ValueError: More than 64 of them have one hash.
+            ValueError: More than 64 keys have one hash.
         """
         count = self._counts[hashed] = self._counts.get(hashed, 0) + 1
         if count > self._MOST:
@@ -296,7 +296,7 @@ class HashCounts:
 
 def _name(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{str(value)[:50]!r} is no name of a tensor")
+        raise TypeError(f"{str(value)[:50]!r} is not the name of a tensor")
     return value
 
 
@@ -313,7 +313,7 @@ def _defaultdict(items: list[Any], item: Any) -> Any:
 
 
 def _enum(item: Any) -> Any:
-    """The member, if its class is in memory already: nothing is imported because a checkpoint says so."""
+    """Return the enum's member if its class is imported (a checkpoint must never cause an import)."""
     module, _, qualname = item["type"].partition(":")
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):

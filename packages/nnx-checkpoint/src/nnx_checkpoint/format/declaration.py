@@ -13,7 +13,7 @@ from typing import Any
 from nnx_base.errors import PluginError
 
 API_VERSION = (1, 0)
-"""Version of what plugins see: same major, and a minor not above this one, is accepted."""
+"""Version of the plugin API; plugins with the same major and no later minor version are accepted."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -25,8 +25,8 @@ class CheckpointFormatSpec:
 
     Attributes:
         name: Lower case name, as in ``nnx ckpt convert --to NAME``.
-        target: ``"pkg.module:Class"`` of its reader and writer.
-        description: One line of description.
+        target: ``"pkg.module:Class"`` of the format's reader and writer.
+        description: A description of one line.
         api_version: The version of this API that the plugin was written for.
     """
 
@@ -46,7 +46,7 @@ def import_reference(reference: str, *, what: str) -> Any:
 
     Args:
         reference: The object to import.
-        what: The thing it belongs to, for the message.
+        what: The subject of the message, such as the plugin's name.
 
     Raises:
         PluginError: The module cannot be imported or has no such attribute.
@@ -59,16 +59,16 @@ def import_reference(reference: str, *, what: str) -> Any:
     except (Exception, SystemExit) as error:
         raise PluginError(
             f"{what} is declared as {reference!r}, which cannot be loaded: {type(error).__name__}: {error}.",
-            remedy="Install what is missing, or upgrade or remove the plugin that declares it.",
+            remedy="Install the missing package, or upgrade or remove the plugin that declares it.",
         ) from error
     return found
 
 
 def check_name(name: object) -> None:
-    """Refuse what Lightning, which lower-cases names, could never look up."""
+    """Refuse a name that Lightning cannot look up."""
     if isinstance(name, str) and _NAME.fullmatch(name):
         return
-    # Lightning lower-cases what the user writes, so other names could be registered but never chosen.
+    # Lightning lower-cases the user's string, so other names could be registered but never selected.
     suggestion = re.sub(r"\W+", "_", name).strip("_").lower() if isinstance(name, str) else ""
     example = f", for example {suggestion!r}" if _NAME.fullmatch(suggestion) else ""
     raise PluginError(
@@ -79,7 +79,7 @@ def check_name(name: object) -> None:
 
 
 def check_reference(reference: object, *, name: str, what: str) -> None:
-    """Refuse what does not look like ``"pkg.module:Name"``."""
+    """Refuse a reference not of the form ``"pkg.module:Name"``."""
     if isinstance(reference, str) and _REFERENCE.fullmatch(reference):
         return
     raise PluginError(
@@ -89,7 +89,7 @@ def check_reference(reference: object, *, name: str, what: str) -> None:
 
 
 def check_version(version: object, *, name: str) -> None:
-    """Refuse anything but a major and a minor number."""
+    """Refuse a version that is not a major and a minor number."""
     if isinstance(version, tuple) and [type(part) for part in version] == [int, int]:
         return
     raise PluginError(

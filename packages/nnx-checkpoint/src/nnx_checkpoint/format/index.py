@@ -1,12 +1,11 @@
-"""The index: which logical tensors a checkpoint holds, how each is cut into boxes, and which files hold them.
+"""Define the index: the logical tensors of a checkpoint, their boxes, and the files of each box.
 
-Tensors of one dtype and shape whose boxes lie in the same files are one *group*, which is written once
-however many they are; a group whose boxes form a regular grid says so in a few numbers. Where in its file a
-box begins is not in the index: the header of the file says it (`nnx_checkpoint.format.rankfile`), and is read
-when data is asked for. This module owns a tensor's entry, for every format, the index's text
-form, and the check of everything a reader relies on: boxes cut each tensor without gap or overlap, and files
-are exactly as long as what they hold. It never touches the file system and never imports torch unless a dtype
-is asked for.
+Tensors of one dtype and shape whose boxes are in the same files form one *group*, which is written once for
+any number of tensors. A group whose boxes form a regular grid is a few numbers. The position of a box in its
+file is not in the index but in the header of the file (`nnx_checkpoint.format.rankfile`), which is read on
+demand. This module owns the entry of a tensor (for every format), the text form of the index, and the checks
+that readers rely on: boxes partition each tensor, and files are exactly as long as their content. It never
+touches the file system, and imports torch only to return a dtype.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ class Piece:
     """One box of a tensor in one file.
 
     Attributes:
-        box: The box of it in the logical tensor.
+        box: The box in the logical tensor.
         file: Name of the file in the save directory.
         start: Position of its first byte in the file.
-        nbytes: Its length.
-        first_block: Number of its first checksum among those of the file, if there are any.
+        nbytes: Its length in bytes.
+        first_block: Number of its first checksum among those of the file, if the format has any.
     """
 
     box: Box
@@ -69,8 +68,8 @@ class TensorEntry:
     Attributes:
         name: Its name, such as ``model.layers.0.weight``.
         shape: Its global shape.
-        dtype_name: Its element type, as torch names it, without ``torch.``.
-        pieces: Its stored pieces. Several pieces may hold the same box, then with the same data.
+        dtype_name: torch's name of its element type, without ``torch.``.
+        pieces: Its stored pieces. Pieces of the same box hold the same data.
     """
 
     name: str
@@ -95,12 +94,12 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the unsharded tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor, without copies."""
+        """Bytes of the unsharded tensor, without copies."""
         return self.numel * self.itemsize
 
     @property
@@ -119,11 +118,11 @@ class TensorEntry:
         return {box: tuple(pieces) for box, pieces in grouped.items()}
 
     def overlapping(self, box: Box, prefer: str = "") -> Iterator[Piece]:
-        """One piece for each distinct stored box that shares elements with a box.
+        """Yield one piece for each distinct stored box that shares elements with a box.
 
         Args:
             box: A box of the tensor.
-            prefer: The file to take a box from where several hold it.
+            prefer: The preferred file if several hold the same box.
         """
         if isinstance(self.pieces, GroupPieces):
             yield from self.pieces.overlapping(box, prefer)
@@ -140,10 +139,10 @@ class Group:
     Attributes:
         dtype_name: Their element type.
         shape: Their shape.
-        owners: The numbers of the files that hold each box, in order of offset; in the plan of a save, those
-            of the ranks.
-        grid: The extents of a box, if the boxes are a regular grid, as `torch.chunk` cuts; otherwise None.
-        listed: The boxes in order of offset, if they are no grid.
+        owners: The numbers of the files that hold each box, in order of offset; in the plan of a save, the
+            numbers of the ranks.
+        grid: The extents of a box, if the boxes form a regular grid like that of `torch.chunk`; else None.
+        listed: The boxes in order of offset, if they form no grid.
     """
 
     dtype_name: str
@@ -165,7 +164,7 @@ class Group:
             what: The name of one of its tensors, for messages.
 
         Raises:
-            CheckpointError: The boxes do not cut a tensor of this shape without gap or overlap.
+            CheckpointError: The boxes do not partition a tensor of this shape.
         """
         ordered = sorted(boxes, key=attrgetter("offset", "size"))
         owners = [tuple(boxes[box]) for box in ordered]
@@ -176,7 +175,7 @@ class Group:
         if fault:
             raise CheckpointError(
                 f"the shards of tensor '{what}' do not make up its shape {shape}: {fault}.",
-                remedy="This is a bug of the strategy that described them; please report it.",
+                remedy="This is a bug of the strategy; please report it.",
             )
         return cls(dtype_name, shape, owners, listed=tuple(ordered))
 
@@ -196,23 +195,23 @@ class Group:
         return [size * itemsize for size in sizes]
 
     def box(self, number: int) -> Box:
-        """One of the boxes."""
+        """Return the box with this number."""
         return self.listed[number] if self.grid is None else box_of_grid(self.shape, self.grid, number)
 
     def overlapping(self, box: Box) -> Sequence[int]:
-        """The numbers of the boxes that share elements with a box."""
+        """Return the numbers of the boxes that share elements with a box."""
         if self.grid is not None:
             return overlapping_of_grid(self.shape, self.grid, box)
         return [number for number, own in enumerate(self.listed) if own.intersection(box) is not None]
 
 
 class GroupPieces(Sequence[Piece]):
-    """The pieces of one tensor of a group. Positions are looked up when a piece is asked for.
+    """The pieces of one tensor of a group, each with its position looked up on access.
 
     Args:
-        name: The tensor.
-        group: Its group.
-        index: Knows where the entries of each file begin.
+        name: The name of the tensor.
+        group: The group of the tensor.
+        index: The index, with the positions of entries in each file.
     """
 
     def __init__(self, name: str, group: Group, index: Index) -> None:
@@ -239,7 +238,7 @@ class GroupPieces(Sequence[Piece]):
         return self._index.locate(self._name, *self._all[index])
 
     def overlapping(self, box: Box, prefer: str) -> Iterator[Piece]:
-        """One piece for each box that shares elements with a box."""
+        """Yield one piece for each box that shares elements with a box."""
         files = self._index.files
         for number in self.group.overlapping(box):
             owners = self.group.owners[number]
@@ -249,11 +248,11 @@ class GroupPieces(Sequence[Piece]):
 
 INDEX = "index.json"
 _MOST_ELEMENTS = 1 << 58
-"""Sums of bytes stay exact below this; no checkpoint comes near it."""
+"""Largest sum of bytes: sums below it are exact, and no checkpoint comes near it."""
 _MOST_BOXES = 1 << 23
-"""Boxes of all groups together: work that an index of far fewer bytes could ask for."""
+"""Largest number of boxes of all groups: a short malicious index could claim any number."""
 _MOST_DIMS = 64
-"""torch has no tensors of more."""
+"""The largest number of dims that torch supports."""
 
 
 def _no_headers(file: str) -> Offsets:
@@ -269,7 +268,7 @@ class Index:
         groups: The groups by number.
         numbers: The number of the group of each tensor.
         aliases: Names of tied tensors, mapped to the name under which the data is stored.
-        offsets: Finds out where the entries of a file begin; used when data is to be read.
+        offsets: Function from a file to the positions of its entries; called when data is read.
     """
 
     files: Sequence[str]
@@ -286,7 +285,7 @@ class Index:
 
     @cached_property
     def _place(self) -> Mapping[str, int]:
-        """Where each tensor stands among the names."""
+        """The position of each tensor among the names."""
         return {name: i for i, name in enumerate(self.numbers)}
 
     @cached_property
@@ -303,7 +302,7 @@ class Index:
 
     @cached_property
     def _held(self) -> npt.NDArray[np.int64]:
-        """File, group and box of everything that is stored, in order of files."""
+        """File, group and box of every stored entry, in order of files."""
         rows = [
             (file, number, box)
             for number, group in enumerate(self.groups)
@@ -314,7 +313,7 @@ class Index:
         return table[np.argsort(table[:, 0], kind="stable")]
 
     def _held_by(self, file: int) -> Mapping[int, Sequence[int]]:
-        """The groups of which a file holds something, and the numbers of the boxes."""
+        """Return the groups with boxes in a file, each with the numbers of these boxes."""
         if file not in self._known:
             first, last = np.searchsorted(self._held[:, 0], (file, file + 1))
             found: dict[int, list[int]] = {}
@@ -336,7 +335,7 @@ class Index:
         return entries, places
 
     def locate(self, name: str, box: int, file: int) -> Piece:
-        """Where a file holds a box of a tensor.
+        """Return the piece of a file that holds a box of a tensor.
 
         Args:
             name: The tensor.
@@ -354,7 +353,7 @@ class Index:
         return Piece(found, self.files[file], start, nbytes, block)
 
     def pieces_of(self, file: str) -> list[tuple[str, Piece]]:
-        """The pieces of a file with the names of their tensors, in order of position and of checksums.
+        """Return the pieces of a file with the names of their tensors, in order of position and of checksums.
 
         Raises:
             CheckpointError: The header of the file is damaged, or contradicts the index.
@@ -370,26 +369,26 @@ class Index:
         return sorted(found, key=lambda pair: (pair[1].start, pair[1].nbytes))
 
     def read_offsets(self, file: str, header: bytes, block: int) -> Offsets:
-        """Find in the header of a file where its entries begin.
+        """Return the positions of a file's entries from its header.
 
         Args:
             file: The name of the file.
-            header: Its bytes before the data.
+            header: The bytes of the file before the data.
             block: Bytes under one checksum.
 
         Raises:
-            CheckpointError: The header holds other entries than the index says.
+            CheckpointError: The entries of the header and of the index differ.
         """
         return find_offsets(header, *self.entries_of(file), block=block, source=file)
 
     def entry(self, name: str) -> TensorEntry:
-        """The entry of a stored tensor."""
+        """Return the entry of a stored tensor."""
         group = self.groups[self.numbers[name]]
         return TensorEntry(name, group.shape, group.dtype_name, GroupPieces(name, group, self))
 
 
 class _Tensors(Mapping[str, TensorEntry]):
-    """Entries by name, in alphabetical order, made when they are asked for."""
+    """Entries by name, in alphabetical order, made on access."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -413,13 +412,13 @@ class _Tensors(Mapping[str, TensorEntry]):
 
 
 def index_of(tensors: Mapping[str, tuple[str, tuple[int, ...], Mapping[Box, Sequence[str]]]]) -> Index:
-    """Group tensors of which each is listed on its own.
+    """Return the index of tensors that are listed one by one.
 
     Args:
         tensors: The dtype and shape of each tensor, and the names of the files that hold each of its boxes.
 
     Raises:
-        CheckpointError: The boxes of a tensor do not cut it without gap or overlap.
+        CheckpointError: The boxes of a tensor do not partition it.
     """
     files = sorted({file for _, _, boxes in tensors.values() for held in boxes.values() for file in held})
     place = {file: i for i, file in enumerate(files)}
@@ -435,15 +434,15 @@ def index_of(tensors: Mapping[str, tuple[str, tuple[int, ...], Mapping[Box, Sequ
 
 
 def encode_index(index: Index) -> bytes:
-    """The bytes of ``index.json``.
+    """Return the bytes of ``index.json``.
 
     Raises:
-        CheckpointError: No reader would take it.
+        CheckpointError: The index exceeds the limits of readers.
     """
     if sum(len(group.owners) for group in index.groups) > _MOST_BOXES:
         raise CheckpointError(
-            f"the groups of tensors have more than {_MOST_BOXES:,} boxes together, which nothing would read.",
-            remedy="Cut tensors of fewer different shapes, or over fewer ranks.",
+            f"the groups of tensors have more than {_MOST_BOXES:,} boxes, the limit of readers.",
+            remedy="Shard tensors of fewer different shapes, or over fewer ranks.",
         )
     owners: dict[tuple[int | tuple[int, ...], ...], int] = {}
     groups: list[dict[str, Any]] = []
@@ -468,16 +467,16 @@ def encode_index(index: Index) -> bytes:
 def decode_index(
     raw: bytes, manifest: Manifest, *, source: str, offsets: Callable[[str], Offsets] = _no_headers
 ) -> Index:
-    """Parse ``index.json``, whose digest was checked before, and check every claim it makes.
+    """Parse ``index.json`` after its digest was checked, and check every claim in it.
 
     Args:
-        raw: Its bytes.
-        manifest: Lists the files, their lengths and where their data starts.
-        source: Its path, for messages.
-        offsets: Finds out where the entries of a file begin, when data is to be read.
+        raw: The bytes of the index.
+        manifest: The manifest, with the files, their lengths and the lengths of their headers.
+        source: The path of the index, for messages.
+        offsets: Function from a file to the positions of its entries; called when data is read.
 
     Raises:
-        CheckpointError: Something in it cannot be true.
+        CheckpointError: A claim of the index is impossible.
     """
     try:
         body = load_json(raw)
@@ -559,7 +558,7 @@ def _numbers(values: Mapping[str, Any], groups: Sequence[Group]) -> dict[str, in
 
 
 def _check_cover(index: Index, source: str) -> None:
-    """Every tensor must be cut without gap or overlap; a grid always is."""
+    """Refuse an index whose boxes do not partition a tensor (a grid always does)."""
     names = {number: name for name, number in index.numbers.items()}
     for number, group in enumerate(index.groups):
         fault = "" if group.grid is not None else find_fault(group.shape, group.listed)
@@ -568,7 +567,7 @@ def _check_cover(index: Index, source: str) -> None:
 
 
 def _check_lengths(index: Index, manifest: Manifest, source: str) -> None:
-    """Every file must be as long as its header and what it holds."""
+    """Refuse an index unless every file is exactly as long as its header and entries."""
     counts = Counter(index.numbers.values())
     totals = [0] * len(index.files)
     for number, group in enumerate(index.groups):

@@ -1,9 +1,9 @@
-"""The one save that a process may have in flight, and what waits for it.
+"""Order the one save that a process may have in flight with the work that must follow it.
 
-A thread completes it during training. The next save, a reader of the checkpoint, and the end of the run
-waits for it first; removals asked for meanwhile are queued behind its commit. Its error is raised once,
-where the program takes notice of the save, and logged at exit if nothing ever did.
-This module owns that order. It knows neither torch nor what a save does.
+A thread completes the save during training. The next save, a reader of the checkpoint, and the end of the run
+wait for it first. Removals requested meanwhile are queued behind its commit. Its error is raised once, by the
+first call that waits for the save or polls it, and logged at exit if no call did.
+This module owns that order. It knows neither torch nor the steps of a save.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class PendingSave:
     """A save that is completed in the background; made by `nnx_checkpoint.save_async`.
 
     Attributes:
-        path: The path that it saves to.
-        collective: True if other ranks have a part in it.
+        path: The path of the checkpoint.
+        collective: True if other ranks take part in the save.
     """
 
     def __init__(self, path: str, work: Callable[[], None], *, collective: bool) -> None:
@@ -46,21 +46,21 @@ class PendingSave:
         self._ended = False
         self._queue: list[tuple[str, Callable[[], None]]] = []
         self._lock = threading.Lock()
-        # Not a daemon: Python waits for it at exit, so that no save is cut off.
+        # A daemon thread would be killed at exit in the middle of a save; Python joins this one.
         self._thread = threading.Thread(target=self._run, args=(work,), name="nnx-background-save")
         self._go = threading.Event()
         self._thread.start()
         self._go.set()
 
     def done(self) -> bool:
-        """Return True if it has ended on this rank, well or not."""
+        """Return True if the save has ended on this rank, with or without an error."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until it has ended. If the save is collective, every rank must call this.
+        """Wait for the end of the save. If it is collective, every rank must call this.
 
         Raises:
-            CheckpointError: The save failed; the checkpoint that was there before is intact.
+            CheckpointError: The save failed; the previous checkpoint is intact.
         """
         self._thread.join()
         self._noticed = True
@@ -69,11 +69,11 @@ class PendingSave:
             raise self._error
 
     def then(self, doing: str, action: Callable[[], None]) -> None:
-        """Do something after the commit, or never if the save fails.
+        """Call an action after the commit, or never if the save fails.
 
         Args:
-            doing: The purpose of it, used in messages.
-            action: Called in the background, or at once where the save is committed already.
+            doing: The purpose of the action, used in messages.
+            action: Function called in the background, or at once if the save is committed already.
         """
         with self._lock:
             if not self._ended:
@@ -85,10 +85,10 @@ class PendingSave:
             _log_skipped(doing, self.path)
 
     def _run(self, work: Callable[[], None]) -> None:
-        self._go.wait()  # else the caller would wait milliseconds for Python's lock to come back
+        self._go.wait()  # let `start` return first: it would wait milliseconds for the GIL
         try:
             work()
-        except BaseException as error:  # raised where the program takes notice
+        except BaseException as error:  # raised by `wait`
             self._error = error
         while (queued := self._next()) is not None:
             doing, action = queued
@@ -110,35 +110,35 @@ class PendingSave:
     def _report(self) -> None:
         self._thread.join()
         if self._error is not None and not self._noticed:
-            log.error("The last background save, to '%s', failed: %s", self.path, self._error)
+            log.error("Background save to '%s' failed: %s", self.path, self._error)
 
 
 def start(path: str, work: Callable[[], None], *, collective: bool) -> PendingSave:
-    """Begin to complete a save in the background; the caller has called `settle`.
+    """Start to complete a save in the background (after `settle`).
 
     Args:
-        path: The path that it saves to.
-        work: The function that completes it.
-        collective: True if other ranks do the same.
+        path: The path of the checkpoint.
+        work: The function that completes the save.
+        collective: True if other ranks take part in the save.
     """
-    global _current  # noqa: PLW0603 - there is one for the process
+    global _current  # noqa: PLW0603 - one for the process
     _current = PendingSave(path, work, collective=collective)
     return _current
 
 
 def current() -> PendingSave | None:
-    """The save that is in flight, or that has ended without anybody having noticed."""
+    """Return the save that is in flight, or has ended without a `wait`; else None."""
     return _current
 
 
 def settle() -> None:
-    """Wait for the save in flight, if there is one, and raise its error."""
+    """Wait for the save in flight, if any, and raise its error."""
     if _current is not None:
         _current.wait()
 
 
 def take_error() -> BaseException | None:
-    """Wait for the save in flight; its error, which is then not raised anywhere else."""
+    """Wait for the save in flight; return its error, which no other call raises then."""
     try:
         settle()
     except BaseException as error:
@@ -149,14 +149,14 @@ def take_error() -> BaseException | None:
 
 
 def settle_quietly() -> None:
-    """Wait for the save in flight and only log its error: for where another error is on its way."""
+    """Wait for the save in flight and only log its error (for use while another error is raised)."""
     pending, error = _current, take_error()
     if pending is not None and error is not None:
-        log.error("The background save to '%s' failed as well: %s", pending.path, error)
+        log.error("Background save to '%s' failed as well: %s", pending.path, error)
 
 
 def wait_until_saved(path: str | os.PathLike[str]) -> None:
-    """Wait if a checkpoint is being saved to this path; an error of that save is left to others."""
+    """Wait for a save in flight to this path, without raising its error."""
     pending = _current
     if pending is None or pending._thread is threading.current_thread():
         return
@@ -165,11 +165,11 @@ def wait_until_saved(path: str | os.PathLike[str]) -> None:
 
 
 def after_save(doing: str, action: Callable[[], None]) -> None:
-    """Do something after the save in flight is committed, never if it fails, or now if there is none.
+    """Call an action after the save in flight commits; never if it fails; at once without such a save.
 
     Args:
-        doing: The purpose of it, used in messages.
-        action: Called once at most.
+        doing: The purpose of the action, used in messages.
+        action: Function called at most once.
     """
     if _current is None:
         action()
@@ -184,7 +184,7 @@ def _forget(pending: PendingSave) -> None:
 
 
 def _log_skipped(doing: str, path: str) -> None:
-    log.warning("Skipped %s, because saving '%s' failed.", doing, path)
+    log.warning("Skipped %s: saving '%s' failed.", doing, path)
 
 
 def _at_exit() -> None:

@@ -1,7 +1,7 @@
-"""The manifest: the one file whose replacement commits a save.
+"""Define the manifest: the one file whose replacement commits a save.
 
-It names the save directory, every file in it with size and digest, and who wrote it when. Its digest
-covers the manifest itself, so a reader trusts nothing before it has checked that.
+It names the save directory, every file in it with size and digest, the writer and the date. Its digest covers
+the manifest itself: a reader checks that before it parses anything.
 This module owns its text form and never touches the file system; it imports neither torch nor Lightning.
 """
 
@@ -38,7 +38,7 @@ MANIFEST = "manifest.json"
 OBJECTS = "objects.json"
 FORMAT = "nnx-ckpt"
 VERSION = (1, 2)
-"""The oldest version that this nnx reads, and the one that it writes. No release wrote 1.0 and 1.1."""
+"""The version that this nnx writes, and the oldest that it reads. No release wrote 1.0 and 1.1."""
 BLOCK = 256 * 1024
 """Bytes of tensor data under one checksum, in checkpoints that this version writes."""
 
@@ -48,7 +48,7 @@ _MOST_RANKS = 10_000_000
 _SAVE_ID = re.compile(r"\d{8}T\d{6}\.\d{6}-[0-9a-f]{8}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-# The digest stands at a fixed place, so that it can be checked before anything is parsed.
+# The digest is at a fixed position, so that it can be checked before anything is parsed.
 _HEAD = b'{\n "digest": "'
 _ZEROS = b"0" * 32
 _SIGNED_HEAD = re.compile(re.escape(_HEAD) + rb"[0-9a-f]{32}")
@@ -56,12 +56,12 @@ _NAMED = f'"format": "{FORMAT}"'.encode()
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file that this rank writes."""
+    """Return the name of a rank's file."""
     return f"r{rank:05d}.safetensors"
 
 
 def objects_file(rank: int | None) -> str:
-    """Name of the file with the objects of one rank, or with the common ones."""
+    """Return the name of the file with the objects of one rank, or with the common ones."""
     return OBJECTS if rank is None else f"r{rank:05d}.{OBJECTS}"
 
 
@@ -70,9 +70,9 @@ class FileEntry:
     """The expected size and digest of one file of a save.
 
     Attributes:
-        size: Its length in bytes.
-        digest: xxh3-128 of its first `digested` bytes, in hexadecimal.
-        digested: The whole file, or the header of a file whose data has checksums of its own.
+        size: Length of the file in bytes.
+        digest: xxh3-128 of the first `digested` bytes, in hexadecimal.
+        digested: The length of the file, or of its header if its data has checksums of its own.
     """
 
     size: int
@@ -86,10 +86,10 @@ class Manifest:
 
     Attributes:
         save_id: Name of the directory that holds this save.
-        created: When it was committed, ISO 8601 in UTC.
+        created: The time of the commit, ISO 8601 in UTC.
         files: Every file in that directory except the copy of the manifest.
         writer: World size and versions of the libraries that wrote it.
-        provenance: The caller's record: strategy, step, epoch and so on. Nothing depends on it.
+        provenance: The caller's record: strategy, step, epoch and so on. nnx never depends on it.
         block: Bytes of tensor data under one checksum.
         version: Format version; a reader refuses another major version.
         requires: Features that a reader must know to read this checkpoint correctly.
@@ -110,18 +110,18 @@ class DamagedManifestError(CheckpointError):
 
 
 def load_json(raw: bytes) -> Any:
-    """Parse JSON as this format has it: UTF-8 without a byte order mark, no key twice, only finite numbers.
+    """Parse strict JSON: UTF-8 without a byte order mark, no key twice, only finite numbers.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The bytes are not strict JSON.
     """
 
     def constant(name: str) -> Any:
-        raise ValueError(f"{name} is no number of JSON")
+        raise ValueError(f"{name} is not a JSON number")
 
     def finite(text: str) -> float:
         number = float(text)
-        if math.isinf(number):  # such as 1e400
+        if math.isinf(number):  # 1e400, for example
             raise ValueError(f"{text[:20]} is beyond the numbers of 64 bits")
         return number
 
@@ -131,7 +131,7 @@ def load_json(raw: bytes) -> Any:
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, in which no name occurs twice."""
+    """Return a JSON object, and refuse one with duplicate names."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name occurs twice")
@@ -139,22 +139,22 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
-    """xxh3-128 in hexadecimal: the digest of every file that is not tensor data."""
+    """Return the xxh3-128 in hexadecimal, the digest of all bytes that are not tensor data."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def is_save_id(name: str) -> bool:
-    """Return True if a directory of this name was made by a save, so that it may be collected."""
+    """Return True if this is the name of a save's directory, which may be collected."""
     return _SAVE_ID.fullmatch(name) is not None
 
 
 def begins_as_ours(head: bytes) -> bool:
-    """Whether the first bytes of a file are those of a manifest that nnx wrote, even if some are damaged."""
+    """Return True if a file starts like a manifest of nnx, even with some bytes damaged."""
     return _SIGNED_HEAD.match(head) is not None or _NAMED in head
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of ``manifest.json``.
+    """Return the bytes of ``manifest.json``.
 
     Raises:
         CheckpointError: The provenance is not plain JSON.
@@ -169,7 +169,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "provenance": dict(manifest.provenance),
         "hash": {"algorithm": _HASH, "block": manifest.block},
     }
-    # One line for each file: with indentation inside, json would take a second for those of 16,384 ranks.
+    # One line for each file: `json` with indentation takes a second for the files of 16,384 ranks.
     files = ",\n".join(
         f"  {json.dumps(name)}: "
         f'{{"size": {entry.size}, "digest": "{entry.digest}", "digested": {entry.digested}}}'
@@ -196,11 +196,11 @@ def decode_manifest(raw: bytes, *, source: str) -> Manifest:
     """Check and parse ``manifest.json``.
 
     Args:
-        raw: Its bytes.
-        source: Its path, for messages.
+        raw: The bytes of the manifest.
+        source: The path of the manifest, for messages.
 
     Raises:
-        CheckpointError: It is damaged, not an nnx manifest, or of a version that this nnx cannot read.
+        CheckpointError: The manifest is damaged, not of nnx, or of a version that this nnx cannot read.
     """
     body = _parse(raw, source)
     if body.get("format") != FORMAT and not raw.startswith(_HEAD):

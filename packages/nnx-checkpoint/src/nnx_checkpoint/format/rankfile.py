@@ -1,9 +1,9 @@
-"""One rank's file: the boxes it writes, as a safetensors file, and the checksums beside it.
+"""Write one rank's file: its boxes as a safetensors file, with a file of checksums beside it.
 
-Any safetensors tool reads the file. Its header is padded so that the data starts on a page; the data is
-gapless, widest elements first so that all stay aligned. Besides the standard fields the header says which
-logical tensor and box each entry is, so that the index can be rebuilt from the headers. This module owns that
-layout, finds in a header where each box begins, and says which bytes of a box a region needs. It never
+Any safetensors tool reads the file. Its header is padded so that the data starts on a page. The data has no
+gaps, and the widest elements come first so that all stay aligned. Besides the standard fields the header
+names the logical tensor and box of each entry, so that headers suffice to rebuild the index. This module owns
+that layout, finds the position of each box in a header, and computes the byte ranges of a region. It never
 communicates, and imports torch only to write.
 """
 
@@ -38,7 +38,7 @@ __all__ = [
 
 
 _SLAB = 8 << 20
-"""Most bytes that are copied at once out of memory that cannot be written from directly."""
+"""Largest copy in bytes of data that cannot be written from its own memory."""
 
 
 def write_rank_file(
@@ -50,10 +50,10 @@ def write_rank_file(
         directory: The save directory.
         rank: The number of this rank.
         entries: The entries to store, in any order.
-        data: The tensor for each entry; of any device and stride.
+        data: The tensor of each entry, on any device and with any strides.
 
     Returns:
-        The manifest's records of the two files; none if there is nothing to store.
+        The manifest's records of the two files; empty if `entries` is empty.
     """
     order = file_order(entries)
     return write_in_order(
@@ -64,7 +64,7 @@ def write_rank_file(
 def write_in_order(
     directory: Place, rank: int, entries: Sequence[Entry], data: Iterable[Iterable[memoryview]]
 ) -> dict[str, FileEntry]:
-    """As `write_rank_file`, for entries that are in `file_order`, each given as parts of its bytes."""
+    """Write entries in `file_order` like `write_rank_file`, each from consecutive slices of its bytes."""
     if not entries:
         return {}
     header = _header(entries)
@@ -86,7 +86,7 @@ def write_in_order(
 
 
 class ShardWriter:
-    """Appends entries to a stream and collects a checksum of every block of each."""
+    """Appends entries to a stream, and computes a checksum of every block of each."""
 
     def __init__(self, stream: StreamWriter) -> None:
         self.sums: list[int] = []
@@ -112,7 +112,7 @@ class ShardWriter:
 
 
 def flat_bytes(tensor: Tensor, limit: int = _SLAB) -> Iterator[memoryview]:
-    """The bytes of a tensor in row-major order, copying at most `limit` bytes at once.
+    """Yield the bytes of a tensor in row-major order, copying at most `limit` bytes at once.
 
     Memory on the CPU that is contiguous is not copied at all.
     """
@@ -128,13 +128,14 @@ def flat_bytes(tensor: Tensor, limit: int = _SLAB) -> Iterator[memoryview]:
             yield from flat_bytes(tensor.narrow(dim, half, tensor.shape[dim] - half), limit)
             return
         tensor = tensor.resolve_conj().resolve_neg().to("cpu").contiguous()
-    # The stride of a dim of extent 1 may be anything, which `reshape` would keep.
+    # A dim of extent 1 may have any stride, and `reshape` would keep it.
     flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     yield memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
-# A region whose inner dims are whole is one range; columns of a matrix are one range for each row. Ranges
-# whose gap is small are joined, because reading a small gap costs less than leaving it out.
+# A region reduces to as few reads as possible. If it covers the inner dims completely it is one range;
+# columns of a matrix are one range for each row. Ranges with a small gap are joined, because reading the gap
+# costs less than a second read, and a gap within one checksummed block must be read anyway.
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +145,8 @@ class Ranges:
     Attributes:
         first: Position of the first byte, counted from the start of the stored box.
         span: Length of one range.
-        wanted: Bytes of one range that belong to the region; the rest of it are gaps.
-        steps: A pair for each outer dim: how often it moves on, and by how many bytes.
+        wanted: Bytes of one range that belong to the region; its other bytes are gaps.
+        steps: For each outer dim the number of its steps, and the bytes of a step.
     """
 
     first: int
@@ -155,29 +156,29 @@ class Ranges:
 
     @property
     def count(self) -> int:
-        """How many ranges there are."""
+        """Number of ranges."""
         return math.prod(count for count, _ in self.steps)
 
     @property
     def gapless(self) -> bool:
-        """True if the ranges hold nothing but the region."""
+        """True if the ranges hold the region only."""
         return self.span == self.wanted
 
     def starts(self) -> Iterator[int]:
-        """Where each range starts."""
+        """Yield the start of each range."""
         moves = (range(0, count * stride, stride) for count, stride in self.steps)
         for offsets in itertools.product(*moves):
             yield self.first + sum(offsets)
 
 
 def ranges_of(region: Box, outer: Sequence[int], itemsize: int, gap: int) -> Ranges:
-    """The ranges that a region consists of.
+    """Return the ranges of a region in a stored box.
 
     Args:
         region: A region with at least one element, in coordinates of the stored box.
         outer: Extents of the stored box.
         itemsize: Bytes of one element.
-        gap: Ranges that lie at most this many bytes apart are joined.
+        gap: The most bytes between two ranges that are joined.
 
     Example:
         Two columns of a matrix with three rows of four: one range for each row, or all in one.
@@ -187,6 +188,8 @@ def ranges_of(region: Box, outer: Sequence[int], itemsize: int, gap: int) -> Ran
         >>> ranges_of(Box((0, 1), (3, 2)), (3, 4), 1, gap=2)
         Ranges(first=1, span=10, wanted=6, steps=())
     """
+    # Grow one range from the innermost dim outwards, until the next step would skip more than `gap` bytes.
+    # The remaining outer dims become steps of that range.
     strides = [stride * itemsize for stride in strides_of(outer)]
     first = sum(offset * stride for offset, stride in zip(region.offset, strides, strict=True))
     span = wanted = itemsize
@@ -205,14 +208,14 @@ def ranges_of(region: Box, outer: Sequence[int], itemsize: int, gap: int) -> Ran
 def cut(
     region: Box, view: Tensor, outer: Sequence[int], *, gap: int, limit: int
 ) -> Iterator[tuple[Box, Tensor, Ranges]]:
-    """Cut a region and its target view until each read is small.
+    """Halve a region and its target view until each read is small.
 
     Args:
         region: A region of the stored box.
         view: A tensor of the region's extents.
         outer: Extents of the stored box.
-        gap: As in `ranges_of`.
-        limit: Most bytes of one part: of all its ranges, or of its only range if that has gaps.
+        gap: The most bytes between two ranges that are joined.
+        limit: The most bytes of the ranges of one result; a result with gaps has one range only.
     """
     ranges = ranges_of(region, outer, view.element_size(), gap)
     small = ranges.count * ranges.span <= limit and (ranges.gapless or ranges.count == 1)
@@ -228,7 +231,7 @@ def cut(
 
 
 def strides_of(size: Sequence[int]) -> tuple[int, ...]:
-    """Distance of neighbours along each dim, in elements, where nothing lies between."""
+    """Return the strides in elements of a contiguous tensor."""
     strides, stride = [], 1
     for extent in reversed(size):
         strides.append(stride)

@@ -1,4 +1,4 @@
-"""The header of a rank file."""
+"""Write and parse the header of a rank file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from nnx_checkpoint.storage.streams import ALIGNMENT
 
 @dataclass(frozen=True, slots=True)
 class StoredType:
-    """How one element type is stored.
+    """The stored form of one element type.
 
     Attributes:
         code: Its name in a safetensors header.
         itemsize: Bytes of one element.
-        parts: Numbers that make up one element: 2 for complex types, which safetensors does not have
-            and which are therefore stored with a further last dim of extent 2.
+        parts: Numbers in one element: 2 for complex types. safetensors has none, so they are stored with a
+            further last dim of extent 2.
     """
 
     code: str
@@ -57,7 +57,7 @@ DTYPES: dict[str, StoredType] = {
 
 
 def width(dtype_name: str) -> int:
-    """Bytes of one number of this type; a complex element has two of them."""
+    """Return the bytes of one number of this type; a complex element has two of them."""
     stored = DTYPES[dtype_name]
     return stored.itemsize // stored.parts
 
@@ -67,9 +67,9 @@ class Entry:
     """One box of a tensor in a rank file, without its data.
 
     Attributes:
-        name: The tensor.
-        shape: Its global shape.
-        dtype_name: Its element type.
+        name: The name of the tensor.
+        shape: The global shape of the tensor.
+        dtype_name: The element type of the tensor.
         box: The box.
     """
 
@@ -85,7 +85,7 @@ class Entry:
 
 
 def file_order(entries: Sequence[Entry]) -> list[int]:
-    """The order in which entries stand in a file: widest numbers first, then by name and offset."""
+    """Return the order of entries in a file: widest numbers first, then by name and offset."""
 
     def key(i: int) -> tuple[int, str, tuple[int, ...]]:
         return -width(entries[i].dtype_name), entries[i].name, entries[i].box.offset
@@ -93,13 +93,13 @@ def file_order(entries: Sequence[Entry]) -> list[int]:
     return sorted(range(len(entries)), key=key)
 
 
-# The key of an entry is its tensor's name, or a numbered one for a further box of the tensor. What the
-# standard fields do not say (the logical tensor's name, dtype and shape, and the offset of the box) stands in
-# the metadata, unless the entry is a whole tensor of a type that safetensors has.
+# The key of an entry is its tensor's name, or a numbered one for a further box of the tensor. The metadata
+# hold the facts without a standard field: name, dtype and shape of the logical tensor, and the offset of the
+# box. An unsharded tensor of a type of safetensors needs none.
 
 
 def _header(entries: Sequence[Entry]) -> bytes:
-    """The header as text; as a tree of objects it would take most of the time that small tensors take."""
+    """Return the header, built as text: with `json`, small tensors would take most of their time here."""
     fields: list[str] = []
     origins: list[str] = []
     offsets: list[str] = []
@@ -115,7 +115,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
         quoted = json.dumps(key)
         stop = start + found.nbytes
         fields.append(f'{quoted}:{{{found.fields},"data_offsets":[{start},{stop}]}}')
-        # torch's own Hugging Face reader looks for this entry.
+        # torch's own Hugging Face reader requires this entry.
         offsets.append(f'{quoted}:{{"saved_offsets":{found.saved}}}')
         if not found.plain or key != entry.name:
             name = quoted if key == entry.name else json.dumps(entry.name)
@@ -137,7 +137,7 @@ class _Fields:
     saved: str
     origin: str
     plain: bool
-    """Whether the standard fields say it all: a whole tensor of a type that safetensors has."""
+    """True if standard fields suffice: an unsharded tensor of a type of safetensors."""
 
 
 def _fields(entry: Entry) -> _Fields:
@@ -159,11 +159,11 @@ def _object(members: Sequence[str]) -> str:
 
 
 class _Keys:
-    """Keys that are not taken: a tensor's name for its first box in this file, a numbered one for others."""
+    """Unique keys: a tensor's name for its first box in this file, a numbered name for further boxes."""
 
     def __init__(self, names: set[str]) -> None:
         self._taken = {"__metadata__"} | names
-        self._numbers = {"__metadata__": 0}  # the last number of each name: counting from 1 is quadratic
+        self._numbers = {"__metadata__": 0}  # the last number of each name: a count from 1 is quadratic
 
     def next(self, name: str) -> str:
         if name not in self._numbers:
@@ -180,32 +180,32 @@ _PLAIN = {stored.code: name for name, stored in DTYPES.items() if stored.parts =
 
 
 _MOST_BYTES = 1 << 62
-"""No file is longer, and positions fit into 64 bits."""
+"""The longest file; positions below it fit into 64 bits."""
 
 
 _Claim = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
-"""What a header says of an entry: dtype, global shape, size of the box, range of bytes in the data."""
+"""A header's claim about an entry: dtype, global shape, size of the box, range of bytes in the data."""
 
 
 def parse_header(raw: bytes) -> dict[tuple[str, tuple[int, ...]], _Claim]:
-    """The entries of a header, by the name of the tensor and the offset of the box.
+    """Return the entries of a header, by the name of the tensor and the offset of the box.
 
     Args:
         raw: All bytes of a rank file before its data.
 
     Raises:
-        ValueError, KeyError, TypeError and the like: It is not the header of a rank file.
+        ValueError, KeyError, TypeError and the like: The bytes are not the header of a rank file.
     """
     (length,) = struct.unpack_from("<Q", raw)
     if length != len(raw) - 8:
-        raise ValueError(f"it says that it has {length} bytes and has {len(raw) - 8}")
+        raise ValueError(f"it claims {length} bytes and has {len(raw) - 8}")
     fields = json.loads(raw[8:])
     origins = json.loads(fields.pop("__metadata__")["nnx"])
     claims: dict[tuple[str, tuple[int, ...]], _Claim] = {}
     for key, found in fields.items():
         name, offset, claim = _claim(key, found, origins.get(key))
         if (name, offset) in claims:
-            raise ValueError(f"two entries are of tensor {name!r} at {offset}")
+            raise ValueError(f"two entries have tensor {name!r} at {offset}")
         claims[name, offset] = claim
     return claims
 
@@ -233,10 +233,10 @@ def _claim(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offsets:
-    """Where the entries of a rank file begin.
+    """The positions of the entries of a rank file.
 
     Attributes:
-        tensors: A number for the tensor of each entry, in ascending order; boxes of one tensor stand in
+        tensors: A number for the tensor of each entry, in ascending order; boxes of one tensor are in
             order of their offsets.
         starts: Position of the first byte of each entry in the file.
         blocks: Number of the first checksum of each entry.
@@ -249,23 +249,23 @@ class Offsets:
     block_count: int
 
     def find(self, tensor: int, number: int) -> tuple[int, int]:
-        """Position of an entry, and the number of its first checksum.
+        """Return the position of an entry, and the number of its first checksum.
 
         Args:
             tensor: The number of the tensor.
-            number: The place of the box among the tensor's boxes in this file.
+            number: The number of the box among the tensor's boxes in this file.
         """
         row = int(self.tensors.searchsorted(tensor)) + number
         return self.starts.item(row), self.blocks.item(row)
 
     def rows(self, tensors: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The same for all entries at once, given the tensor of each."""
+        """Yield the result of `find` for all entries, given the tensor of each."""
         rows = np.argsort(np.argsort(tensors, kind="stable"), kind="stable")
         return zip(self.starts[rows].tolist(), self.blocks[rows].tolist(), strict=True)
 
     @property
     def key(self) -> bytes:
-        """The same for files whose entries are of the same tensors and begin at the same positions."""
+        """A hash that is equal for files with entries of the same tensors at the same positions."""
         arrays = (self.tensors, self.starts, self.blocks)
         return xxhash.xxh3_128_digest(b"".join(array.tobytes() for array in arrays))
 
@@ -285,12 +285,12 @@ _MALFORMED = (
 def find_offsets(
     header: bytes, entries: Sequence[Entry], tensors: Sequence[int], *, block: int, source: str
 ) -> Offsets:
-    """Find out from a header where entries begin.
+    """Return the positions of entries from a header.
 
     Args:
         header: All bytes of a rank file before its data.
-        entries: All entries of the file, as the index says.
-        tensors: A number for the tensor of each.
+        entries: All entries of the file according to the index.
+        tensors: A number for the tensor of each entry.
         block: Bytes under one checksum.
         source: The path of the file, for messages.
 
@@ -299,7 +299,7 @@ def find_offsets(
     """
     nbytes = np.array([entry.nbytes for entry in entries], np.int64)
     order = np.array(file_order(entries), np.int64)
-    if header != _header([entries[i] for i in order]):  # nnx has not written it: other orders are allowed
+    if header != _header([entries[i] for i in order]):  # not written by nnx: the format allows other orders
         order = _order_of(header, entries, nbytes, source)
     starts, blocks = np.empty_like(nbytes), np.empty_like(nbytes)
     count = -(-nbytes // block)
@@ -310,7 +310,7 @@ def find_offsets(
 
 
 def _order_of(header: bytes, entries: Sequence[Entry], nbytes: npt.NDArray[np.int64], source: str) -> Any:
-    """In which order entries stand in a file, where they must follow each other without gap."""
+    """Return the order of entries in a file, and refuse gaps between them."""
     try:
         claims = parse_header(header)
     except _MALFORMED as error:

@@ -1,6 +1,6 @@
-"""A committed save: its manifest and index, and its files read with their digests checked.
+"""Open a committed save: its manifest and index, and its files with their digests checked.
 
-Nothing below trusts the disk: every byte that leaves this module was compared with a digest first.
+The module never trusts the disk: it compares every byte with a digest before returning it.
 It imports neither torch nor Lightning, so that a checkpoint can be inspected and verified quickly.
 """
 
@@ -42,10 +42,10 @@ def is_checkpoint(path: Location) -> bool:
 
 
 def is_our_manifest(manifest: Place) -> bool:
-    """Whether a file begins as nnx writes it, damaged or not: other programs have a ``manifest.json``, too.
+    """Return True if a manifest starts like one of nnx, damaged or not (other programs use the same name).
 
     Raises:
-        CheckpointError: It is there and cannot be read.
+        CheckpointError: The file exists and cannot be read.
     """
     if manifest.kind() != "file":
         return False
@@ -56,7 +56,7 @@ def read_manifest(path: Place) -> Manifest:
     """Read and check the manifest of the checkpoint at a path.
 
     Raises:
-        CheckpointError: There is no checkpoint, or its manifest is damaged or of a newer format.
+        CheckpointError: The checkpoint does not exist, or its manifest is damaged or has a newer format.
     """
     wait_until_saved(str(path))
     manifest = path / MANIFEST
@@ -72,12 +72,12 @@ def read_manifest(path: Place) -> Manifest:
         try:
             return decode_manifest(manifest.read(size), source=str(manifest))
         except CheckpointError:
-            if manifest.size() == size:  # and no writer has replaced it in between
+            if manifest.size() == size:  # and no writer replaced it meanwhile
                 raise
 
 
 def is_replaced(path: Place, manifest: Manifest) -> bool:
-    """Return True if another save is the checkpoint now, so that files of the one before may be gone."""
+    """Return True if another save was committed meanwhile, which may have removed this one's files."""
     try:
         return read_manifest(path).save_id != manifest.save_id
     except CheckpointError:
@@ -109,7 +109,7 @@ class Source:
 
     @classmethod
     def open(cls, path: Location) -> Source:
-        """Check the manifest, every file's length, and the index; repeat if a writer commits meanwhile."""
+        """Check the manifest, every file's length, and the index (again if a writer commits meanwhile)."""
         place = place_of(path)
         while True:
             source = cls(place, read_manifest(place))
@@ -125,11 +125,11 @@ class Source:
         fault = next(self.faults(), None)
         if fault is not None:
             raise fault[1]
-        self.index  # noqa: B018 - decoding it checks it
+        self.index  # noqa: B018 - decoding the index checks it
 
     @property
     def directory(self) -> Place:
-        """Where the save's files are."""
+        """The directory of the save's files."""
         return self.path / self.manifest.save_id
 
     @property
@@ -138,11 +138,11 @@ class Source:
         return self.manifest.block
 
     def where(self, file: str) -> str:
-        """The path of one of the save's files."""
+        """Return the path of one of the save's files."""
         return str(self.directory / file)
 
     def reader(self, file: str) -> Reader:
-        """Open a rank file, after checking its header and its checksums."""
+        """Open a rank file after checking its header and its checksums."""
         self.sums(file)
         return (self.directory / file).reader()
 
@@ -155,7 +155,7 @@ class Source:
         return decode_index(raw, self.manifest, source=str(self.directory / INDEX), offsets=self.offsets)
 
     def faults(self) -> Iterator[tuple[str, CheckpointError]]:
-        """Every file that is missing or has another length than the manifest says."""
+        """Yield every file that is missing or differs in length from the manifest."""
         sizes = self.directory.sizes(self.manifest.files)
         for name, entry in self.manifest.files.items():
             path, found = self.directory / name, sizes.get(name)
@@ -171,7 +171,7 @@ class Source:
                 )
 
     def read_file(self, name: str) -> bytes:
-        """The part of a file that its digest covers: the whole, or the header of a rank file.
+        """Return the bytes that a file's digest covers: all bytes, or the header of a rank file.
 
         Raises:
             CheckpointError: The file is missing, too short or damaged.
@@ -188,16 +188,16 @@ class Source:
         return raw
 
     def offsets(self, file: str) -> Offsets:
-        """Where the entries of a rank file begin, after checking its header."""
+        """Return the positions of a rank file's entries, after checking its header."""
         with self._lock:
             if file not in self._offsets:
                 found = self.index.read_offsets(file, self.read_file(file), self.block)
-                # Ranks with shards of one size write files with one set of offsets, which is kept once.
+                # Ranks with shards of equal size write files with equal offsets: keep one copy.
                 self._offsets[file] = self._alike.setdefault(found.key, found)
             return self._offsets[file]
 
     def sums(self, file: str) -> memoryview:
-        """The checksums of a rank file's blocks, after checking that file's header too."""
+        """Return the checksums of a rank file's blocks, after checking its header too."""
         with self._lock:
             if file not in self._sums:
                 count = self.offsets(file).block_count

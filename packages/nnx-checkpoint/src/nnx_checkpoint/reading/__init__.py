@@ -1,1 +1,1 @@
-"""From a path to tensors: recognize the format, open, load into a model, verify."""
+"""Read a checkpoint: recognize its format, open it, load it into a model, verify it."""

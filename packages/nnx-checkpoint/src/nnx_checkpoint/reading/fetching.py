@@ -1,9 +1,9 @@
 """Fetch boxes of tensors from files.
 
-From stored pieces into memory, by the shortest way: what is contiguous on both sides is read straight
-into place; the rest goes through a small buffer. Where the source has checksums, every block of data is
-compared with its own, in place where it was read in place. Reads are spread over threads, in order of
-position. This part owns no format and no file: it asks a `PieceSource` for both.
+Data that is contiguous in the file and in memory is read straight into place; other data goes through a
+small buffer. If the source has checksums, every block is compared with its own, in the memory that it was
+read into. Threads share the reads, in order of position. This module owns no format and no file: it gets both
+from a `PieceSource`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from nnx_checkpoint.storage import Location, Reader
 from nnx_checkpoint.storage.locations import place_of
 
 _READ = 4 << 20
-"""Bytes of one verified read; small enough that checksums are computed while they are in the cache."""
+"""Bytes of one verified read; small enough to compute checksums while the bytes are in the cache."""
 
 
 _TASK = 16 << 20
-"""Bytes that one thread takes at a time."""
+"""Bytes of one task of a thread."""
 
 
 _SCRATCH = 4 << 20
-"""Most bytes that are read into a buffer at once to copy parts of them."""
+"""Largest buffer in bytes for data that is not contiguous."""
 
 
 class PieceSource(Protocol):
@@ -46,23 +46,23 @@ class PieceSource(Protocol):
 
     @property
     def block(self) -> int | None:
-        """Bytes under one checksum, counted from the start of each piece; None where there are none."""
+        """Bytes under one checksum, counted from the start of each piece; None without checksums."""
 
     def where(self, file: str) -> str:
-        """The path of a file, for messages."""
+        """Return the path of a file, for messages."""
 
     def reader(self, file: str) -> Reader:
         """Open a file."""
 
     def sums(self, file: str) -> memoryview:
-        """Every xxh3-64 checksum of a file; never asked for where `block` is None."""
+        """Return every xxh3-64 checksum of a file (not called if `block` is None)."""
 
 
 class PlainFiles:
-    """The files of another program, which have no checksums: a piece names its file by path or URL.
+    """Files of another program, without checksums; a piece names its file by path or URL.
 
     Args:
-        directory: The directory that relative names start from.
+        directory: The base directory of relative names.
     """
 
     block = None
@@ -71,7 +71,7 @@ class PlainFiles:
         self._directory = os.fspath(directory)
 
     def where(self, file: str) -> str:
-        """The path or URL of a file."""
+        """Return the path or URL of a file."""
         is_complete = not self._directory or file.startswith("/") or "://" in file
         return file if is_complete else f"{self._directory}/{file}"
 
@@ -80,7 +80,7 @@ class PlainFiles:
         return place_of(self.where(file)).reader()
 
     def sums(self, file: str) -> memoryview:
-        """There are none."""
+        """Return nothing: the files have no checksums."""
         raise NotImplementedError
 
 
@@ -95,7 +95,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Task:
-    """Part of one piece to read: a range of its bytes straight into memory, or a region of it."""
+    """A read from one piece: a range of its bytes straight into memory, or a region through a buffer."""
 
     entry: TensorEntry
     piece: Piece
@@ -133,7 +133,7 @@ class Fetcher:
             self._run(tasks, readers)
 
     def _pieces(self, want: Wanted) -> Iterator[tuple[TensorEntry, Piece, Box, Tensor]]:
-        """For each stored box that overlaps: where to read it, and the region in its coordinates."""
+        """Yield each overlapping stored piece, the region to read (in its coordinates) and the view."""
         for piece in want.entry.overlapping(want.box, prefer=self._own_file):
             common = piece.box.intersection(want.box)
             if common is not None:
@@ -141,12 +141,12 @@ class Fetcher:
                 yield want.entry, piece, common.relative_to(piece.box), view
 
     def _run(self, tasks: Sequence[_Task], readers: dict[str, Reader]) -> None:
-        work = _Shared(tasks)
+        work = _TaskQueue(tasks)
         count = min(len(tasks), max((reader.parallel for reader in readers.values()), default=1))
         threads = []
         for _ in range(count - 1):
             thread = threading.Thread(target=work.run, args=(_Worker(self._source, readers),))
-            with contextlib.suppress(RuntimeError):  # no memory is left for one: fewer are slower, not wrong
+            with contextlib.suppress(RuntimeError):  # out of memory for a thread: read with fewer
                 thread.start()
                 threads.append(thread)
         work.run(_Worker(self._source, readers))
@@ -156,8 +156,8 @@ class Fetcher:
             raise work.error
 
 
-class _Shared:
-    """Tasks that several threads take one after the other, until one fails."""
+class _TaskQueue:
+    """A queue of tasks for several threads, which ends at the first error."""
 
     def __init__(self, tasks: Sequence[_Task]) -> None:
         self.error: BaseException | None = None
@@ -172,12 +172,12 @@ class _Shared:
                 return
             try:
                 worker.do(task)
-            except BaseException as error:  # raised again by the thread that asked
+            except BaseException as error:  # raised again by the thread that called `fetch`
                 self.error = error
 
 
 class _Worker:
-    """The state of one thread, with the last block that was read only in part."""
+    """The state of one thread, with the last block that was needed only partly."""
 
     def __init__(self, source: PieceSource, readers: Mapping[str, Reader]) -> None:
         self._source = source
@@ -186,7 +186,7 @@ class _Worker:
         self._edge: tuple[Piece | None, int, bytearray] = (None, -1, bytearray())
 
     def tasks(self, entry: TensorEntry, piece: Piece, region: Box, view: Tensor) -> Iterator[_Task]:
-        """The reads and copies that fill a view from a piece."""
+        """Yield the reads and copies that fill a view from a piece."""
         ranges = ranges_of(region, piece.box.size, entry.itemsize, self._gap(piece))
         if ranges.count == 1 and ranges.gapless and _in_place(view):
             memory, start, stop = _bytes_of(view), ranges.first, ranges.first + ranges.span
@@ -211,18 +211,22 @@ class _Worker:
                     self._read(task.entry, task.piece, start, start + ranges.span, part)
                 if target is not view:
                     view.copy_(target)
-            else:
+            else:  # one read over the gaps and one strided copy: cheaper than a read for each range
                 scratch = torch.empty(ranges.span, dtype=torch.uint8)
                 start = ranges.first
                 self._read(task.entry, task.piece, start, start + ranges.span, _bytes_of(scratch))
                 view.copy_(scratch.view(view.dtype).as_strided(view.shape, strides_of(outer)))
 
     def _gap(self, piece: Piece) -> int:
-        """Ranges nearer than a block share blocks, which are verified as a whole."""
+        """Return the bytes between ranges below which one read covers both (a checksum covers a block)."""
         return max(self._readers[piece.file].gap, self._block or 0)
 
     def _read(self, entry: TensorEntry, piece: Piece, start: int, stop: int, into: memoryview) -> None:
-        """Read, and verify if that is possible, bytes [start, stop) of a piece."""
+        """Read bytes [start, stop) of a piece, and verify them if the source has checksums.
+
+        Complete blocks are read straight into place. A block at an edge is read and verified completely in a
+        buffer, because its checksum also covers bytes outside the range; neighbouring reads reuse it.
+        """
         if self._block is None:
             self._readers[piece.file].read_into(piece.start + start, into)
             return

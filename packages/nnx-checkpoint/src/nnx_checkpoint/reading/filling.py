@@ -1,7 +1,7 @@
-"""Fill a model and its optimizers from a checkpoint.
+"""Fill a model and its optimizers in place and by name from a checkpoint.
 
-In place, by name, casting nothing silently. Each rank reads what it holds; `nnx_core.lightning.checkpoint`
-makes a failure on one rank fail on all.
+Nothing is cast silently. Each rank reads its own shards; `nnx_core.lightning.checkpoint` raises on all ranks
+if one fails.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def fill_model(
     Args:
         module: The module whose extra state is set.
         state: This rank's handles, from `Backend.model_state`.
-        source: A `LazyStateDict` or a mapping of complete tensors.
+        source: A `LazyStateDict` or a mapping of unsharded tensors.
         strict: Refuse missing and unexpected names; shapes must match either way.
-        remedy: The remedy of errors about names or shapes that differ.
+        remedy: The remedy of errors about differing names or shapes.
 
     Raises:
-        CheckpointError: With every missing and unexpected name and every shape that differs.
+        CheckpointError: Names or shapes differ; the message lists all of them.
     """
     missing, unexpected, shapes = differences(state, source)
     if shapes or (strict and (missing or unexpected)):
@@ -71,7 +71,7 @@ def fill_model(
 
 
 def _found_names(state: ModelState, source: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """Every tensor's name, and under which of its names (of tied tensors) the source has it."""
+    """Return each tensor's name, and the name (of tied ones) that the source has, or None."""
     names = {name: [name] for name in state.tensors}
     for alias, stored in state.aliases.items():
         names.setdefault(stored, []).append(alias)
@@ -79,7 +79,7 @@ def _found_names(state: ModelState, source: Mapping[str, Any]) -> list[tuple[str
 
 
 def differences(state: ModelState, source: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:
-    """Names that are missing in the source, names that it alone has, and shapes that differ."""
+    """Return the missing names, the unexpected names, and the differing shapes of a source."""
     found_names = _found_names(state, source)
     missing = [name for name, found in found_names if found is None]
     missing += [name for name in state.extra if name not in source]
@@ -120,7 +120,7 @@ def _shorten(names: Sequence[str], limit: int = 8) -> str:
 
 
 def _fill_casting(stored: Checkpoint, shards: Mapping[str, Shard]) -> None:
-    """Fill in place; tensors stored in another floating dtype are read and converted."""
+    """Fill shards in place; read and convert tensors that are stored in another floating dtype."""
     exact: dict[str, Shard] = {}
     cast: dict[str, Shard] = {}
     for key, shard in shards.items():
@@ -143,10 +143,10 @@ def _fill_casting(stored: Checkpoint, shards: Mapping[str, Shard]) -> None:
 
 
 class AllocatesState(Protocol):
-    """The part of `Backend` that allocates and describes an optimizer's state."""
+    """The methods of `Backend` that allocate and describe an optimizer's state."""
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
-        """See `Backend.optimizer_state`."""
+        """Describe an optimizer's state; see `Backend.optimizer_state`."""
         ...
 
     def new_optimizer_state(
@@ -158,7 +158,7 @@ class AllocatesState(Protocol):
         dtype: torch.dtype,
         group: Mapping[str, Any],
     ) -> Tensor:
-        """See `Backend.new_optimizer_state`."""
+        """Allocate a state tensor; see `Backend.new_optimizer_state`."""
         ...
 
 
@@ -168,10 +168,10 @@ def fill_optimizer(
     """Restore an optimizer in place, by parameter name; allocate its missing state.
 
     Args:
-        backend: Allocates and describes state tensors.
-        module: Owner of the parameters.
+        backend: The backend, which allocates and describes state tensors.
+        module: The module that owns the parameters.
         optimizer: The optimizer to restore.
-        saved: Its state: values are `StoredName`, complete tensors, or other values.
+        saved: The saved state: values are `StoredName`, unsharded tensors, or other values.
 
     Raises:
         CheckpointError: The param groups differ from the saved ones.
@@ -197,11 +197,11 @@ def _place(
 
 
 def _state_dtype(parameter: nn.Parameter, name: str, value: StoredName | Tensor) -> torch.dtype:
-    """The dtype as saved, unless the parameter's has changed since and the state's was the same as its."""
+    """Return the saved dtype; if it was the parameter's, return the parameter's current dtype."""
     if not (value.dtype.is_floating_point and parameter.dtype.is_floating_point) or name == "step":
         return value.dtype
     if isinstance(value, Tensor):
-        return parameter.dtype  # what `Optimizer.load_state_dict` does: nothing tells what it was
+        return parameter.dtype  # as `Optimizer.load_state_dict` does
     saved = value.parameter_dtype
     return parameter.dtype if saved == value.dtype else value.dtype
 
@@ -211,7 +211,7 @@ def fill_optimizer_tensors(state: OptimizerState, saved: OptimizerState) -> None
 
     Args:
         state: This rank's handles, from `Backend.optimizer_state`.
-        saved: The source of each, by the same names: a `StoredName` or a complete tensor.
+        saved: The source of each, by the same names: a `StoredName` or an unsharded tensor.
     """
     lazy: dict[str, Shard] = {}
     source: Checkpoint | None = None
@@ -230,7 +230,7 @@ def fill_optimizer_tensors(state: OptimizerState, saved: OptimizerState) -> None
 def restore_groups(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], saved: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Give an optimizer's param groups the learning rates, and all else, that were saved.
+    """Restore the options of an optimizer's param groups, such as learning rates.
 
     Args:
         optimizer: The optimizer with the groups to fill.
@@ -238,7 +238,7 @@ def restore_groups(
         saved: The groups of a checkpoint, with the names of their parameters under ``params``.
 
     Raises:
-        CheckpointError: Their number or their parameters differ.
+        CheckpointError: The number or the parameters of the groups differ.
     """
     current = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     if len(current) != len(saved):

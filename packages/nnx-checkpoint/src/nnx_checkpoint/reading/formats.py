@@ -1,9 +1,9 @@
-"""Which formats there are, which one a path holds, and what checkpoints lie below a directory.
+"""List the known formats, find the format of a path, and open checkpoints.
 
-Our own and the ones in `nnx_checkpoint.foreign` are built in. Entry points of the group
-``nnx_checkpoint.formats`` give others: each is a function that returns them by name. nnx-core has one, for
-its plugins, among them the readers of engines' own checkpoints. A format is imported only when it is asked
-about, because that imports torch.
+Our own format and those in `nnx_checkpoint.foreign` are built in. An entry point of the group
+``nnx_checkpoint.formats`` is a function that returns further formats by name. nnx-core has one for its
+plugins, which include the readers of engines' own checkpoints. A format is imported on first use only,
+because it imports torch.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ log = logging.getLogger("nnx.checkpoint")
 GROUP = "nnx_checkpoint.formats"
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done so far and their total."""
+"""A function of the bytes done so far and their total."""
 
 
 class CheckpointFormat(ABC):
-    """Reads, and perhaps writes, one format. Stateless; a plugin subclasses it.
+    """The reader and optional writer of one format. Stateless; a plugin subclasses it.
 
     Attributes:
         name: The name for ``nnx ckpt convert --to``, the same as in its spec.
@@ -69,21 +69,22 @@ class CheckpointFormat(ABC):
 
     @abstractmethod
     def guess_can_open(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a path looks like this format, by its names and first bytes only: nothing is unpickled.
+        """Return True if a path looks like this format, by names and first bytes only (unpickle nothing).
 
-        An `OSError`, as for a directory that the user may not list, means no.
+        An `OSError`, as for a directory without permission, counts as False.
         """
 
     @abstractmethod
     def open(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> Checkpoint:
-        """Open it without reading tensor data.
+        """Open a checkpoint without reading tensor data.
 
         Args:
             path: A path that `guess_can_open` accepted.
-            weights_only: True executes nothing that the file brings along; False trusts it.
+            weights_only: True executes no code from the file; False allows it.
 
         Raises:
-            CheckpointError: It is damaged, incomplete, of another version, or needs trust.
+            CheckpointError: The checkpoint is damaged, incomplete, of another version, or needs
+                ``weights_only=False``.
         """
 
     def write(
@@ -94,13 +95,13 @@ class CheckpointFormat(ABC):
         progress: Progress = lambda done, total: None,
         **options: Any,
     ) -> None:
-        """Write a checkpoint in this format, in bounded memory; `path` appears only when it is complete.
+        """Write a checkpoint in this format in bounded memory; `path` appears when the write is complete.
 
         Args:
             checkpoint: The checkpoint to write, of any format.
-            path: A path where nothing is.
-            progress: Told how far it is.
-            **options: The format's own.
+            path: A path that does not exist.
+            progress: Function of the bytes done and their total.
+            **options: Options of the format.
 
         Raises:
             CheckpointError: The format is read-only, or writing failed.
@@ -111,7 +112,7 @@ class CheckpointFormat(ABC):
         )
 
     def refuse_options(self, options: Mapping[str, Any]) -> None:
-        """Raise a `CheckpointError` for options of `write` that nothing would honour."""
+        """Raise a `CheckpointError` for unknown options of `write`."""
         if options:
             raise CheckpointError(
                 f"format {self.name!r} has no option {next(iter(options))!r}.",
@@ -119,7 +120,7 @@ class CheckpointFormat(ABC):
             )
 
     def options(self) -> list[str]:
-        """Names of the options of `write`."""
+        """Return the names of the options of `write`."""
         parameters = signature(self.write).parameters.values()
         return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "progress"]
 
@@ -157,18 +158,18 @@ _OF_ENGINES = (
         "colossalai", f"{__name__}:ColossalAI", description="ColossalAI; nnx-colossalai has the reader"
     ),
 )
-"""These only name the package to install, until it brings a format of the same name."""
+"""Formats that only name the package to install; that package replaces them by name."""
 
 
 @cache
 def _providers() -> list[Callable[[], Mapping[str, CheckpointFormatSpec]]]:
-    """The functions behind the entry points; one that fails must not keep others from being found."""
+    """Return the functions of the entry points (skip and log those that fail to load)."""
     found = []
     for entry in entry_points(group=GROUP):
         try:
             found.append(entry.load())
         except Exception as error:
-            log.warning("The checkpoint formats of %r are left out: %s", entry.name, error)
+            log.warning("Ignoring the checkpoint formats of %r: %s", entry.name, error)
     return found
 
 
@@ -178,26 +179,26 @@ def from_outside() -> dict[str, CheckpointFormatSpec]:
         try:
             found = {**provide(), **found}
         except Exception as error:
-            log.warning("The checkpoint formats of %r are left out: %s", provide.__module__, error)
+            log.warning("Ignoring the checkpoint formats of %r: %s", provide.__module__, error)
     return found
 
 
 def specs() -> Mapping[str, CheckpointFormatSpec]:
-    """Every known format by name; a plugin cannot replace a built-in one."""
+    """Return every known format by name; a plugin cannot replace a built-in one."""
     found = from_outside()
     without_reader = {spec.name: spec for spec in _OF_ENGINES if spec.name not in found}
     return {**found, **without_reader, **{spec.name: spec for spec in _BUILT_IN}}
 
 
 def get_format(name: str) -> CheckpointFormat:
-    """The format of a name.
+    """Return the format with a name.
 
     Raises:
-        CheckpointError: There is none of this name.
-        PluginError: The plugin that provides it cannot be imported.
+        CheckpointError: No format has this name.
+        PluginError: The plugin of the format cannot be imported.
     """
     for spec in _BUILT_IN:
-        if spec.name == name:  # no plugin can replace it, so none is asked
+        if spec.name == name:  # plugins cannot replace it: skip the search
             return _load(spec.target)
     known = specs()
     if name not in known:
@@ -216,24 +217,24 @@ def _load(target: str) -> CheckpointFormat:
 
 
 def writable() -> list[str]:
-    """Names of the formats that can be written."""
+    """Return the names of the formats that can be written."""
     return [usable.name for usable in _usable() if usable.can_write]
 
 
 def _usable() -> Iterator[CheckpointFormat]:
-    """Every format that can be imported: a broken plugin must not keep others from being found."""
+    """Yield every format that can be imported (skip and log broken plugins)."""
     for name in specs():
         try:
             yield get_format(name)
         except PluginError as error:
-            log.warning("Checkpoint format %r is left out: %s", name, error)
+            log.warning("Ignoring checkpoint format %r: %s", name, error)
 
 
 def find_format(path: str | os.PathLike[str]) -> CheckpointFormat:
-    """The format that a path holds.
+    """Return the format of the checkpoint at a path.
 
     Raises:
-        CheckpointError: Nothing is there, it cannot be read, or no format knows it.
+        CheckpointError: The path does not exist, cannot be read, or has an unknown format.
     """
     if is_checkpoint(path):
         return get_format("nnx")
@@ -244,13 +245,13 @@ def find_format(path: str | os.PathLike[str]) -> CheckpointFormat:
 
 
 def recognises(candidate: CheckpointFormat, path: str | os.PathLike[str]) -> bool:
-    """Ask one format. A path that it cannot look into, or that vanishes meanwhile, is not its own."""
+    """Return True if one format recognizes a path (False if it cannot be inspected)."""
     try:
         return candidate.guess_can_open(path)
     except (OSError, NnxError) as error:
-        log.debug("Checkpoint format %r cannot look at '%s': %s", candidate.name, path, error)
-    except Exception as error:  # of a plugin: it must not keep other formats from being found
-        log.warning("Checkpoint format %r is left out: %s", candidate.name, error)
+        log.debug("Checkpoint format %r cannot inspect '%s': %s", candidate.name, path, error)
+    except Exception as error:  # a broken plugin must not hide other formats
+        log.warning("Ignoring checkpoint format %r: %s", candidate.name, error)
     return False
 
 
@@ -261,10 +262,10 @@ def _unknown(path: str | os.PathLike[str]) -> CheckpointError:
     if any(is_save_id(name) for name in place_of(path).names()):
         return CheckpointError(
             f"'{place}' is not a checkpoint: it has no manifest, so its first save was interrupted.",
-            remedy="Resume from another one; `nnx ckpt gc` removes this an hour after its last change.",
+            remedy="Resume from another one; `nnx ckpt gc` removes this one an hour after its last change.",
         )
     if place_of(path).kind() == "file":
-        place_of(path).reader().close()  # one that cannot be read says why
+        place_of(path).reader().close()  # raises the reason if it is unreadable
     if (place_of(path) / MANIFEST).kind() == "file":
         return CheckpointError(
             f"'{place}' is not a checkpoint of a known format: its '{MANIFEST}' is not the manifest of an "
@@ -273,7 +274,7 @@ def _unknown(path: str | os.PathLike[str]) -> CheckpointError:
         )
     return CheckpointError(
         f"'{place}' is not a checkpoint of a known format: it has neither the manifest of an nnx checkpoint "
-        "nor the files of another one.",
+        "nor the files of another format.",
         remedy=f"Known formats: {', '.join(specs())}. A plugin may add more.",
     )
 
@@ -283,15 +284,15 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) 
 
     Args:
         path: A directory, a file, or a link to one.
-        weights_only: False executes code that whoever wrote the checkpoint may have put there. True
-            restricts unpickling, where a format needs any, to what torch knows to be safe.
+        weights_only: False executes code that the author of the checkpoint may have put there. True restricts
+            unpickling, if the format needs any, to classes that torch considers safe.
 
     Returns:
         A handle that reads on demand.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is of an unknown or newer format, or a file is missing,
-            truncated or damaged.
+        CheckpointError: The checkpoint does not exist, has an unknown or newer format, or a file of it is
+            missing, truncated or damaged.
     """
     found = find_format(path)
     try:
@@ -300,19 +301,19 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) 
         return found.open(path, weights_only=weights_only)
     except NnxError:
         raise
-    except Exception as error:  # whatever data of another form than its program writes makes a reader raise
+    except Exception as error:  # unexpected data may raise anything in a reader
         raise CheckpointError(
-            f"'{path}' is no sound checkpoint of format '{found.name}': {type(error).__name__}: {error}.",
+            f"'{path}' is not a valid checkpoint of format '{found.name}': {type(error).__name__}: {error}.",
             remedy="Restore it from a backup, or use another checkpoint.",
         ) from error
 
 
-# A reader takes the place of its entry here once its package is installed. Without it, these entries
-# recognise the checkpoint, so that `nnx ckpt ls` lists it and opening it names the package.
+# An installed package replaces the entry of the same name with its reader. Without the package these entries
+# recognize the checkpoint, so that `nnx ckpt ls` lists it and opening it names the package to install.
 
 
 class _ReadElsewhere(CheckpointFormat):
-    """A format without its reader.
+    """A format whose reader is in another package.
 
     Attributes:
         program: The name of the engine.
@@ -332,13 +333,13 @@ class _ReadElsewhere(CheckpointFormat):
     def open(self, path: str | os.PathLike[str], *, weights_only: bool = True, **options: Any) -> NoReturn:
         raise ReaderNotInstalledError(
             f"'{path}' is a checkpoint of {self.program}, whose reader comes with {self.package}; "
-            "that is not installed, or switched off.",
+            "that package is not installed, or disabled.",
             remedy=f"Run `pip install {self.package}`.",
         )
 
 
 class DeepSpeed(_ReadElsewhere):
-    """A directory that DeepSpeed was given, or that of a tag in it."""
+    """A checkpoint directory of DeepSpeed, or the directory of one tag in it."""
 
     name = "deepspeed"
     program = "DeepSpeed"
@@ -363,7 +364,7 @@ class NnScaler(_ReadElsewhere):
 
 
 class ColossalAI(_ReadElsewhere):
-    """A directory with indexes of ``.bin`` files, as older versions of transformers wrote them too."""
+    """A directory with indexes of ``.bin`` files (older versions of transformers wrote the same)."""
 
     name = "colossalai"
     program = "ColossalAI, or of an older version of transformers"

@@ -1,9 +1,8 @@
-"""Filling a module: in place where a copy will do, and through the module's own code where it loads itself.
+"""Load a state dict into a module, in place or through the module's own loading code.
 
-Torch loads a module by `_load_from_state_dict`, with hooks before and after it. Where these are torch's own,
-each rank reads its slices straight into place (`nnx_checkpoint.reading.filling.fill_model`). Where the user
-wrote one, the module gets complete tensors, in the order and with the names that `nn.Module.load_state_dict`
-gives.
+torch loads a module by `_load_from_state_dict`, with hooks before and after it. If these are torch's own,
+each rank reads its slices straight into place (`nnx_checkpoint.reading.filling.fill_model`). If the user
+wrote one, the module gets unsharded tensors, in the order and under the names of `nn.Module.load_state_dict`.
 """
 
 from __future__ import annotations
@@ -50,15 +49,15 @@ def load_model(
     Args:
         module: The module, laid out or not.
         state: This rank's handles, from `Backend.model_state`.
-        source: A `LazyStateDict` or a mapping of complete tensors; it is not changed.
+        source: A `LazyStateDict` or a mapping of unsharded tensors; it is not changed.
         strict: Refuse missing and unexpected names; shapes must match either way.
-        remedy: The remedy of an error that names or shapes differ.
+        remedy: The remedy of errors about differing names or shapes.
         group: The ranks that load together; None for this process alone.
-        device: Where tensors go that are neither parameters nor buffers.
-        filled: Called when the in-place part is over, before the module's own code looks at its weights.
+        device: The device of tensors that are neither parameters nor buffers.
+        filled: Function called after the in-place reads, before the module's own code sees its weights.
 
     Raises:
-        CheckpointError: With every missing and unexpected name and every shape that differs.
+        CheckpointError: Names or shapes differ; the message lists all of them.
     """
     prefixes = _self_loading(module, state)
     ordinary, rest = _without(state, source, prefixes)
@@ -69,9 +68,9 @@ def load_model(
     filled()
     if not prefixes and not has_hooks:
         return
-    with together(group, doing="reading what the model loads by itself"):
+    with together(group, doing="reading the entries of the model's own loading code"):
         complete = {prefix: _complete(module, prefix, source, device) for prefix in prefixes}
-    with together(group, doing="loading what the model loads by itself"), _naming(module):
+    with together(group, doing="running the model's own loading code"), _naming(module):
         if overrides_load_state_dict(module):
             module.load_state_dict(complete[""], strict=strict)
         else:
@@ -79,7 +78,7 @@ def load_model(
 
 
 def _self_loading(module: nn.Module, state: ModelState) -> tuple[str, ...]:
-    """Return the prefixes of names that user code has to load; an empty prefix stands for all."""
+    """Return the prefixes of names that user code loads; an empty prefix means all."""
     if overrides_load_state_dict(module):
         return ("",)
     found: list[str] = []
@@ -97,7 +96,7 @@ def _self_loading(module: nn.Module, state: ModelState) -> tuple[str, ...]:
 
 
 def _owner(module: nn.Module, name: str) -> tuple[str, nn.Module]:
-    """The innermost submodule that an entry may belong to, and what its names begin with."""
+    """Return the innermost submodule that an entry may belong to, and the prefix of its names."""
     prefix, rest = "", name
     while "." in rest:
         first, _, after = rest.partition(".")
@@ -111,9 +110,9 @@ def _owner(module: nn.Module, name: str) -> tuple[str, nn.Module]:
 def _without(
     state: ModelState, source: Mapping[str, Any], prefixes: tuple[str, ...]
 ) -> tuple[ModelState, Mapping[str, Any]]:
-    """State and source without what begins so, and without copies, which to fill would change nothing."""
+    """Return state and source without some prefixes, and without copies (filling those changes nothing)."""
     kept = [name for name in state.tensors if not name.startswith(prefixes)]
-    extra = {name: None for name in kept if is_extra_state(name)}  # tensors that a module gives as such
+    extra = {name: None for name in kept if is_extra_state(name)}  # tensors that a hook returned
     ordinary = ModelState(
         tensors={name: state.tensors[name] for name in kept if name not in state.copies},
         aliases={name: stored for name, stored in state.aliases.items() if not name.startswith(prefixes)},
@@ -132,7 +131,7 @@ def _without(
 def _complete(
     module: nn.Module, prefix: str, source: Mapping[str, Any], device: torch.device | None
 ) -> dict[str, Any]:
-    """Read all entries under a prefix to CPU memory, but extra entries to `device`."""
+    """Read all entries under a prefix into CPU memory, and extra entries onto `device`."""
     held = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     held |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     names = [name for name in source if name.startswith(prefix)]
@@ -142,12 +141,12 @@ def _complete(
 def _read(source: Mapping[str, Any], name: str) -> Any:
     key = source.untouched(name) if isinstance(source, LazyStateDict) else None
     if isinstance(source, LazyStateDict) and key is not None:
-        return source.stored.read(key)  # which `source` does not go on holding
+        return source.stored.read(key)  # `source` does not keep it in memory
     return source[name]
 
 
 def _moved(value: Any, device: torch.device | None) -> Any:
-    """A tensor, or those in a list, on a device."""
+    """Return a tensor, or the tensors in a list, on a device."""
     if isinstance(value, Tensor) and device is not None:
         return value.to(device)
     return [_moved(item, device) for item in value] if type(value) is list else value
@@ -160,7 +159,7 @@ def _naming(module: nn.Module) -> Iterator[None]:
         yield
     except NnxError:
         raise
-    except Exception as error:  # the user's code may raise anything
+    except Exception as error:  # user code may raise anything
         raise CheckpointError(
             f"{type(module).__name__} refused its entries of the checkpoint: {type(error).__name__}: "
             f"{' '.join(str(error).split()).rstrip('.')}.",
@@ -173,7 +172,7 @@ class _OwnLoading:
     """Loads complete tensors through the code of modules, and calls hooks, as torch does.
 
     Attributes:
-        complete: The entries that are loaded here, by prefix.
+        complete: The unsharded entries to load, by prefix.
         missing: Names that the checkpoint lacks; hooks may change it.
         unexpected: Names that the module lacks; hooks may change it.
         errors: torch's errors about other entries.

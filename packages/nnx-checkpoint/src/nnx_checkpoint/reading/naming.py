@@ -1,4 +1,4 @@
-"""The logical names of a checkpoint: between a training state and what `nnx_checkpoint` stores.
+"""Translate between a training state and the logical names of a checkpoint.
 
 Every strategy writes the same names, so every strategy reads every other's checkpoint::
 
@@ -6,8 +6,8 @@ Every strategy writes the same names, so every strategy reads every other's chec
     optim.<i>.state.<parameter>.<state name>           tensors
     objects: {"trainer": ..., "optim": [{"groups", "values"}], "extra": {...}}
 
-This module owns the names, and what an open checkpoint looks like from outside: lazy. It knows neither
-files nor Lightning. `nnx_checkpoint.reading.state` fills live modules and optimizers from it.
+This module owns the names, and the lazy views on an open checkpoint. It knows neither files nor Lightning.
+`nnx_checkpoint.reading.state` fills live modules and optimizers from them.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from nnx_checkpoint.reading.reader import Checkpoint
 from nnx_checkpoint.unpickling.torch_file import map_tree
 
 RANKS = "nnx_ranks"
-"""Key of Lightning's dict for what each rank has for itself: a sequence with one tree for each rank."""
+"""Key of Lightning's dict for the ranks' own objects: a sequence with one tree for each rank."""
 FABRIC_KEYS = "nnx-fabric-keys"
-"""Where a checkpoint that Fabric saved says under which keys the user has modules and optimizers."""
+"""Key for the user's names of modules and optimizers, in a checkpoint that Fabric saved."""
 
 
 class OptimizerState(TypedDict):
     """State of one optimizer, in the shape of ``Optimizer.state_dict()`` but keyed by parameter name.
 
-    It holds for any torch optimizer and any number of param groups.
+    It fits any torch optimizer and any number of param groups.
     """
 
     state: dict[str, dict[str, Any]]
-    """By parameter name, then by state name: a `Shard` for every tensor, other values as they are."""
+    """By parameter name, then by state name: a `Shard` for every tensor, other values unchanged."""
     param_groups: list[dict[str, Any]]
     """Hyper-parameters of each group; ``"params"`` holds parameter names in order."""
 
@@ -63,12 +63,12 @@ def collect(
     optimizers: Sequence[OptimizerState] | None,
     rest: Mapping[str, Any],
 ) -> Saved:
-    """Give every tensor its logical name and leave the rest as objects.
+    """Collect tensors under their logical names, and the rest as objects.
 
     Args:
         model: Names to shards, tensors or extra state, as a ``state_dict``; None saves no model.
         optimizers: One state for each optimizer; None saves none.
-        rest: Everything else, stored under ``"trainer"``.
+        rest: All other entries, stored under ``"trainer"``.
     """
     saved = Saved(objects={"trainer": dict(rest)})
     if model is not None:
@@ -120,7 +120,7 @@ def _as_shard(value: Shard | Tensor) -> Shard:
 
 
 def positional_optimizer_state(state: Mapping[str, Any], names: Sequence[str]) -> OptimizerState:
-    """Give torch's own ``Optimizer.state_dict()``, which numbers parameters, their names.
+    """Replace the parameter numbers of torch's own ``Optimizer.state_dict()`` by names.
 
     Args:
         state: The state as torch returns it.
@@ -141,7 +141,7 @@ def numbered_optimizer_state(state: OptimizerState, *, keep_names: bool = False)
 
     Args:
         state: Tensors and values by parameter name.
-        keep_names: Leave the names in each group's ``param_names``, where `nnx.CheckpointIO` looks for them.
+        keep_names: Keep the names in each group's ``param_names``, which `nnx.CheckpointIO` reads.
     """
     numbers: dict[str, int] = {}
     groups = []
@@ -158,14 +158,14 @@ def numbered_optimizer_state(state: OptimizerState, *, keep_names: bool = False)
 
 
 class LazyStateDict(MutableMapping[str, Any]):
-    """A ``state_dict`` whose tensors stay in the checkpoint until somebody looks at them.
+    """A ``state_dict`` whose tensors stay in the checkpoint until their first access.
 
-    Hooks such as ``on_load_checkpoint`` see complete tensors and may rename, replace or delete entries;
-    what they never touch is later read in parts, straight into this rank's shards.
+    Hooks such as ``on_load_checkpoint`` see unsharded tensors and may rename, replace or delete entries.
+    Each rank later reads the slices of untouched entries straight into its shards.
 
     Args:
         stored: The open checkpoint.
-        prefix: Only entries whose name begins with it, and without it.
+        prefix: The prefix of the entries to show; their keys omit it.
     """
 
     def __init__(self, stored: Checkpoint, prefix: str = "") -> None:
@@ -183,11 +183,11 @@ class LazyStateDict(MutableMapping[str, Any]):
 
     @classmethod
     def of(cls, stored: Checkpoint, entries: Mapping[str, Any]) -> LazyStateDict:
-        """A ``state_dict`` that stands among the objects of a checkpoint.
+        """Return the lazy form of a ``state_dict`` among the objects of a checkpoint.
 
         Args:
             stored: The open checkpoint.
-            entries: Maps names to a `StoredName` for what stays there, and to other values.
+            entries: The entries by name: a `StoredName` for each stored tensor, and other values.
         """
         made = cls.__new__(cls)
         made.stored = stored
@@ -206,18 +206,18 @@ class LazyStateDict(MutableMapping[str, Any]):
         return made
 
     def untouched(self, name: str) -> str | None:
-        """The logical name to read `name` from, or None if a value was put in its place."""
+        """Return the logical name to read `name` from, or None if a value was put in its place."""
         return self._names.get(name)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Shape of an entry, without reading it; None where it is not a tensor."""
+        """Return the shape of an entry without reading it; None if it is not a tensor."""
         if name in self._names:
             return tuple(self.stored.entry(self._names[name]).shape)
         value = self._values[name]
         return tuple(value.shape) if isinstance(value, Tensor) else None
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names or name in self._values  # the inherited one reads the tensor
+        return name in self._names or name in self._values  # the inherited method reads the tensor
 
     def __getitem__(self, name: str) -> Any:
         if name in self._names:
@@ -249,7 +249,7 @@ class StoredName:
 
     Attributes:
         stored: The open checkpoint.
-        key: Its logical name there.
+        key: Its logical name in the checkpoint.
     """
 
     stored: Checkpoint
@@ -275,7 +275,7 @@ class StoredName:
 
 
 class StoredRanks(Sequence[Any]):
-    """Return the objects of each rank, read lazily; empty if the ranks saved none.
+    """The objects of each rank, read lazily; empty if the ranks saved none.
 
     Args:
         stored: The open checkpoint.
@@ -301,20 +301,20 @@ def stored_objects(stored: Checkpoint, name: Literal["trainer", "extra"]) -> dic
         name: The name.
 
     Raises:
-        CheckpointError: It is no dict, so that something else was saved under this name.
+        CheckpointError: The object is no dict: the user saved another value under this name.
     """
     objects = stored.objects
     found = objects.get(name, {}) if isinstance(objects, dict) else objects
     if isinstance(found, dict) and _are_keys(found.get(FABRIC_KEYS)):
         return found
     raise CheckpointError(
-        f"{name!r} in the objects of '{stored.path}' is not what nnx saves of a model or a Trainer.",
-        remedy="Look at it with `nnx_checkpoint.open_checkpoint`, or use another checkpoint.",
+        f"{name!r} in the objects of '{stored.path}' was not saved by nnx for a model or a Trainer.",
+        remedy="Inspect it with `nnx_checkpoint.open_checkpoint`, or use another checkpoint.",
     )
 
 
 def _are_keys(keys: Any) -> bool:
-    """Return True if this is what a Fabric's checkpoint says about its user's keys, or nothing."""
+    """Return True if this is the record of user keys of a Fabric checkpoint, or None."""
     if keys is None:
         return True
     if not isinstance(keys, dict) or not isinstance(keys.get("prefixes", {}), dict):
@@ -324,9 +324,9 @@ def _are_keys(keys: Any) -> bool:
 
 
 def stored_optimizer_states(stored: Checkpoint) -> list[OptimizerState] | None:
-    """The optimizers of a checkpoint, their tensors as `StoredName`; None if none were saved.
+    """Return the optimizers of a checkpoint, their tensors as `StoredName`; None if none were saved.
 
-    Where the program that wrote it numbers parameters, the state does so too, as torch's own.
+    The state numbers parameters if the program that wrote the checkpoint did, as torch's own does.
     """
     described = stored.objects.get("optim") if isinstance(stored.objects, dict) else None
     if described is None:
@@ -360,20 +360,20 @@ def _optimizer_states(stored: Checkpoint, described: Any) -> list[OptimizerState
 
 
 def numbers_parameters(state: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's parameters have no names, as in checkpoints of programs that number them."""
+    """Return True if an optimizer's state has parameter numbers instead of names."""
     return any(isinstance(number, int) for group in state["param_groups"] for number in group["params"])
 
 
-# An open checkpoint seen differently: with the tensors in its objects left on disk, or the weights alone.
+# Views of an open checkpoint: with the tensors in its objects left on disk, or with the weights alone.
 
 
 _TRAINING = ("callbacks", "lr_schedulers", "current_model_state", "averaging_state")
-"""What Lightning leaves out of a checkpoint with ``save_weights_only=True``, besides the optimizers; the last
-two are of its averaging callbacks."""
+"""The entries, besides optimizers, that Lightning omits with ``save_weights_only=True``; the last two belong
+to its averaging callbacks."""
 
 
 class View(Checkpoint):
-    """Another checkpoint, passed on as it is."""
+    """A view that passes another checkpoint on unchanged."""
 
     def __init__(self, inner: Checkpoint) -> None:
         self.inner = inner
@@ -415,7 +415,7 @@ class View(Checkpoint):
 
 
 class Described(View):
-    """A checkpoint whose objects hold a `StoredName` in place of every tensor: writers read those later."""
+    """A view whose objects hold a `StoredName` for every tensor, which writers read later."""
 
     @cached_property
     def objects(self) -> Any:
@@ -428,11 +428,11 @@ class Described(View):
 
 
 class WeightsOnly(View):
-    """The model of a checkpoint and what describes it: no optimizers, schedulers or state of callbacks."""
+    """A view of the model and its description: no optimizers, schedulers or state of callbacks."""
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorEntry]:
-        """The model's tensors, and those in the objects that are left."""
+        """The tensors of the model and of the remaining objects."""
         kept: set[str] = set()
         self.tree(None, kept.add)
         return {

@@ -1,8 +1,7 @@
 """Open a checkpoint of our own format.
 
-Opening checks the manifest, that every file is there with its length, and the index. Filling copies the
-intersections of stored boxes and wanted boxes straight into the caller's memory, each verified before it
-counts.
+Opening checks the manifest, the presence and length of every file, and the index. Filling copies the
+intersections of stored and wanted boxes straight into the caller's memory, and verifies each block.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ def open_native(path: Location, *, weights_only: bool = True) -> NativeCheckpoin
     """Open a checkpoint of our own format and check all that can be checked without reading tensor data.
 
     Args:
-        path: Its directory, or a link to it.
-        weights_only: With False, objects that were saved with ``opaque="pickle"`` may run any code that
-            whoever wrote the checkpoint put there. True restricts them to what torch knows to be safe.
+        path: The checkpoint's directory, or a link to it.
+        weights_only: False executes code that the author of the checkpoint may have put into objects saved
+            with ``opaque="pickle"``. True restricts them to classes that torch considers safe.
 
     Returns:
         A handle that reads on demand.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is of a newer format, or a file is missing, truncated
-            or damaged.
+        CheckpointError: The checkpoint does not exist, has a newer format, or a file of it is missing,
+            truncated or damaged.
     """
     return NativeCheckpoint(Source.open(path), weights_only=weights_only)
 
@@ -57,7 +56,7 @@ class NativeCheckpoint(Checkpoint):
     @property
     @override
     def path(self) -> Path | str:
-        """The directory that was opened, or its URL."""
+        """The opened directory, or its URL."""
         return self._source.path.location
 
     @property
@@ -67,7 +66,7 @@ class NativeCheckpoint(Checkpoint):
 
     @property
     def index(self) -> Index:
-        """Where every tensor is stored."""
+        """The storage position of every tensor."""
         return self._source.index
 
     @property
@@ -114,7 +113,7 @@ class NativeCheckpoint(Checkpoint):
 
 
 class _Opaque:
-    """Objects that were stored by pickle, unpickled on first use."""
+    """Objects stored by pickle, which are unpickled on first use."""
 
     def __init__(self, source: Source, name: str, weights_only: bool) -> None:
         self._source, self._name, self._weights_only = source, name, weights_only
@@ -127,7 +126,7 @@ class _Opaque:
                 refuse_swollen(io.BytesIO(raw), nbytes=len(raw), source=source)
             try:
                 loaded = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=self._weights_only)
-            except Exception as error:  # whatever the pickle makes it raise
+            except Exception as error:  # a pickle may raise anything
                 raise self._refusal(place, error) from error
             refuse_endless(loaded, nbytes=len(raw), source=source)
             self._objects = loaded
@@ -139,5 +138,5 @@ class _Opaque:
         return CheckpointError(
             f"'{self._source.directory / self._name}' holds the object at '{place}' as a pickle that was "
             f"not loaded: {type(error).__name__}: {reason}",
-            remedy="If you trust whoever wrote the checkpoint, pass weights_only=False.",
+            remedy="If you trust the author of the checkpoint, pass weights_only=False.",
         )

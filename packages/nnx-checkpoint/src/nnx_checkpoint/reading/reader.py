@@ -1,8 +1,8 @@
-"""Reading a checkpoint: an interface for all formats, our own format behind it, and only the bytes asked for.
+"""Define `Checkpoint`, the interface of open checkpoints of all formats, which reads only requested bytes.
 
-Everything above storage (resuming, converting, inspecting) sees `Checkpoint` only, so a format that can be
-opened can be resumed from, merged and converted. `nnx_checkpoint.foreign` opens others than our own;
-`nnx_checkpoint.reading.formats` finds out which one a path holds. Nothing here communicates, and no pickle is
+Resuming, converting and inspecting see `Checkpoint` only. So every format that can be opened can also be
+resumed from, merged and converted. `nnx_checkpoint.foreign` opens formats of other programs;
+`nnx_checkpoint.reading.formats` finds the format of a path. Nothing here communicates, and no pickle is
 executed unless the caller allows it.
 """
 
@@ -31,7 +31,7 @@ class Checkpoint(ABC):
     """An open checkpoint, under the logical names of `nnx_checkpoint.reading.naming`.
 
     Attributes:
-        path: The path that was opened.
+        path: The opened path.
         format: Name of its format, as in ``nnx ckpt convert --to``.
     """
 
@@ -45,22 +45,22 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def tensors(self) -> Mapping[str, TensorEntry]:
-        """Every logical tensor by name, those lifted out of objects included."""
+        """Every logical tensor by name, including tensors inside objects."""
 
     @property
     @abstractmethod
     def aliases(self) -> Mapping[str, str]:
-        """Tied names, mapped to the name under which the data is stored."""
+        """Tied names, each mapped to its stored name."""
 
     @cached_property
     def objects(self) -> Any:
-        """Everything else: ``{"trainer": ..., "optim": ..., "extra": ...}``, with its tensors."""
+        """All other state: ``{"trainer": ..., "optim": ..., "extra": ...}``, with its tensors."""
         return self._with_tensors(None)
 
     @property
     @abstractmethod
     def world_size(self) -> int:
-        """How many ranks wrote the checkpoint."""
+        """The number of ranks that wrote the checkpoint."""
 
     @property
     @abstractmethod
@@ -70,25 +70,25 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def provenance(self) -> Mapping[str, Any]:
-        """Where it comes from, for people."""
+        """Plain JSON about the origin of the checkpoint."""
 
     def rank_objects(self, rank: int) -> Any | None:
-        """The tree that one rank saved for itself; None if it saved none."""
+        """Return the tree that one rank saved for itself; None if it saved none."""
         return self._with_tensors(rank)
 
     def _with_tensors(self, rank: int | None) -> Any:
-        """Return a tree with its tensors, which are read together: thousands may be in one file."""
+        """Return a tree with its tensors (read together: one file may hold thousands)."""
         names: dict[str, None] = {}
         self.tree(rank, names.setdefault)
         return self.tree(rank, self.read_all(names).__getitem__)
 
     @abstractmethod
     def tree(self, rank: int | None, tensor: Callable[[str], Any]) -> Any:
-        """The objects of one rank, or the common ones, without their tensors.
+        """Return the objects of one rank, or the common ones, without their tensors.
 
         Args:
             rank: None for the common ones.
-            tensor: Called with the logical name of each tensor in the tree; gives what stands in its place.
+            tensor: Function from the logical name of each tensor in the tree to the value that replaces it.
 
         Returns:
             The tree; None if the rank saved none.
@@ -96,13 +96,13 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def _fetch(self, wanted: Sequence[Wanted]) -> None:
-        """Copy stored data into memory; every box lies inside its tensor."""
+        """Copy stored data into memory (every box is inside its tensor)."""
 
     def entry(self, name: str) -> TensorEntry:
-        """The tensor of a name, which may be an alias.
+        """Return the tensor of a name, which may be an alias.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: The checkpoint has no such tensor.
         """
         found = self.tensors.get(self.aliases.get(name, name))
         if found is None:
@@ -112,8 +112,8 @@ class Checkpoint(ABC):
     def fill(self, shards: Mapping[str, Shard]) -> None:
         """Copy stored data into shards, in place.
 
-        Each rank fills its own and reads only the bytes it needs, whatever world wrote them. After an
-        error some of the shards may be filled and others not.
+        Each rank fills its own shards and reads only the bytes it needs, at any world size. After an error
+        some of the shards may be filled and others not.
 
         Args:
             shards: The shards to fill, by name or alias.
@@ -147,7 +147,7 @@ class Checkpoint(ABC):
         """Read tensors into new memory on the CPU, by name. Each file is opened once.
 
         Args:
-            names: Their names, which may be aliases; None for all.
+            names: The names of the tensors, which may be aliases; None for all.
         """
         wanted = self.tensors if names is None else names
         tensors = {name: self._allocate(name, Box.whole(self.entry(name).shape)) for name in wanted}
@@ -163,11 +163,11 @@ class Checkpoint(ABC):
             RuntimeError,
             TypeError,
             OverflowError,
-        ) as error:  # too much, or too large a number
+        ) as error:  # out of memory, or more than 64 bits
             raise CheckpointError(
                 f"tensor '{name}' of checkpoint '{self.path}' has shape {entry.shape}, of which "
                 f"{box.size} cannot be allocated here.",
-                remedy="Read a part of it, or use a machine with more memory.",
+                remedy="Read a slice of it, or use a machine with more memory.",
             ) from error
 
     def _missing(self, names: list[str]) -> CheckpointError:

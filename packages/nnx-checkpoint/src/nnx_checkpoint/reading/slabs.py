@@ -1,9 +1,8 @@
-"""Share code between the writers of all formats: read a checkpoint slab by slab, and write atomically.
+"""Read a checkpoint slab by slab, and write files atomically, for the writers of all formats.
 
-A writer asks for tensors in the order of its file and gets their bytes in pieces of a few megabytes, read
-ahead by a thread, so that neither the size of a tensor nor of the checkpoint matters for memory. What it
-writes lies beside the target under a name of its own and takes the target's name when it is complete.
-This module knows no format.
+A writer gets the bytes of tensors in the order of its file, a few megabytes at a time, read ahead by a
+thread. So memory is bounded for tensors and checkpoints of any size. The writer fills a temporary file beside
+the target, and renames it to the target when it is complete. This module knows no format.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from nnx_checkpoint.storage.streams import DirectFile, StreamWriter
 __all__ = ["SLAB", "new_directory", "new_file", "read_in_order", "refuse_existing", "row_boxes", "stream_to"]
 
 SLAB = 4 << 20
-"""Bytes that are read at once; two slabs exist at a time."""
+"""Bytes of one slab; two slabs exist at a time."""
 _ALIGNMENT = 16
 
 
@@ -45,7 +44,7 @@ class Part:
 
     Attributes:
         name: The tensor.
-        data: The bytes; valid until the next part is asked for.
+        data: The bytes; valid until the next iteration.
     """
 
     name: str
@@ -53,7 +52,7 @@ class Part:
 
 
 def row_boxes(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[Box]:
-    """Cut a tensor into boxes that follow each other in row-major order, none larger than `limit` bytes.
+    """Split a tensor into boxes of consecutive elements in row-major order, each of at most `limit` bytes.
 
     Example:
         >>> [box.size for box in row_boxes((5, 4), itemsize=1, limit=8)]
@@ -84,10 +83,10 @@ def read_in_order(
     Args:
         checkpoint: A checkpoint of any format.
         names: The tensors, distinct.
-        progress: Told how many bytes of all the tensors have been handed out.
+        progress: Function of the bytes yielded so far and the total of all tensors.
 
     Yields:
-        For each tensor in turn at least one part, an empty one if it has no elements.
+        The bytes of each tensor in turn: at least one item, which is empty for a tensor without elements.
     """
     entries = [checkpoint.entry(name) for name in names]
     total, done = sum(entry.nbytes for entry in entries), 0
@@ -99,18 +98,18 @@ def read_in_order(
 
 
 def _read_ahead(checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> Iterator[list[Part]]:
-    # Maps of their own: in malloc's heap, small objects between them keep it from giving them back.
+    # Anonymous maps: small objects beside slabs in malloc's heap would keep it from returning the memory.
     slabs = itertools.cycle([torch.frombuffer(mmap(-1, SLAB), dtype=torch.uint8) for _ in range(2)])
     pending: Future[list[Part]] | None = None
     with ThreadPoolExecutor(1, thread_name_prefix="nnx-read") as reader:
         try:
             reader.submit(int)
-        except RuntimeError:  # no memory is left for a thread: slower, not wrong
+        except RuntimeError:  # out of memory for a thread: read without read-ahead
             for batch in _batches(entries):
                 yield _load(checkpoint, batch, next(slabs))
             return
         for batch, slab in zip(_batches(entries), slabs, strict=False):
-            # The other slab is being used; this one has been.
+            # The consumer uses the other slab now, and is done with this one.
             following = reader.submit(_load, checkpoint, batch, slab)
             if pending is not None:
                 yield pending.result()
@@ -120,7 +119,7 @@ def _read_ahead(checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> Itera
 
 
 def _batches(entries: Iterable[TensorEntry]) -> Iterator[list[tuple[TensorEntry, Box]]]:
-    """Boxes that fit into a slab together, at most one of each tensor."""
+    """Yield lists of boxes that fit into one slab, with at most one box of each tensor."""
     batch: list[tuple[TensorEntry, Box]] = []
     room = SLAB
     for entry in entries:
@@ -149,27 +148,28 @@ def _load(checkpoint: Checkpoint, batch: Sequence[tuple[TensorEntry, Box]], slab
 
 
 def _padded(nbytes: int) -> int:
-    """So that every view is aligned for its element type."""
+    """Return a length rounded up, so that the next view is aligned for its element type."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Where to write a file that appears at `path` when the block ends, and not at all if it fails.
+    """Context manager that yields a temporary path, and renames it to `path` if the block succeeds.
 
-    Its files must be on disk (`StreamWriter.finish` or `write_file` see to it).
+    The block must fsync the file (by `StreamWriter.finish` or `write_file`): after a crash the name must
+    never stand for incomplete data.
 
     Raises:
-        CheckpointError: Something is at `path` already.
+        CheckpointError: `path` exists already.
     """
-    with _beside(_local(path)) as temporary:
+    with _renamed_when_complete(_local(path)) as temporary:
         yield temporary
 
 
 @contextlib.contextmanager
 def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """As `new_file`, for a directory, which is there and empty when the block begins."""
-    with _beside(_local(path)) as temporary:
+    """Context manager like `new_file` for a directory, which is created empty."""
+    with _renamed_when_complete(_local(path)) as temporary:
         with explained("create", temporary):
             temporary.mkdir()
         yield temporary
@@ -181,19 +181,19 @@ def _local(path: str | os.PathLike[str]) -> Path:
     if not isinstance(place, LocalPlace):
         raise CheckpointError(
             f"cannot write '{place}': files of other formats are written to paths, not to URLs.",
-            remedy="Write to a path, and upload what comes out.",
+            remedy="Write to a path, and upload the result.",
         )
     return place.path
 
 
 @contextlib.contextmanager
-def _beside(path: Path) -> Iterator[Path]:
+def _renamed_when_complete(path: Path) -> Iterator[Path]:
     refuse_existing(path)
     make_directories(path.parent)
     temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}{PARTIAL}"
     try:
         yield temporary
-        refuse_existing(path)
+        refuse_existing(path)  # again: another process may have written it during the block
         with explained("create", path):
             temporary.rename(path)
     except BaseException:
@@ -203,16 +203,16 @@ def _beside(path: Path) -> Iterator[Path]:
 
 
 def stream_to(path: Path, *, size: int) -> StreamWriter:
-    """Create a file of a known length, to be written from its beginning to its end."""
+    """Create a file of a known length, to write from its beginning to its end."""
     return StreamWriter(DirectFile(path), size=size)
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise a `CheckpointError` where anything is, a link that leads to nothing included."""
+    """Raise a `CheckpointError` if the path exists, even as a broken link."""
     if os.path.lexists(path):
         raise CheckpointError(
             f"cannot write '{path}': it exists already.",
-            remedy="Choose a new path, or remove what is there first.",
+            remedy="Choose a new path, or remove the existing one first.",
         )
 
 

@@ -1,7 +1,7 @@
-"""Training state described as shards under parameter names, which is what every checkpoint holds, and filled.
+"""Describe training state as shards under parameter names, the content of every checkpoint.
 
-A `State` is handles on this rank's tensors: describing it copies nothing, and nothing here communicates. What
-saves and fills it is `nnx_core.lightning.checkpoint`; `nnx_core.backend.Backend` produces it.
+A `State` holds handles on this rank's tensors: describing it copies nothing, and nothing here communicates.
+`nnx_core.backend.Backend` produces it; `nnx_core.lightning.checkpoint` saves and fills it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = [
 
 
 class ShardOf(Protocol):
-    """`Backend.shard`: where a tensor lies in its logical tensor."""
+    """The type of `Backend.shard`: a function from a tensor to its shard of the logical tensor."""
 
     def __call__(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
-        """Describe `tensor`; for optimizer state, `parameter` is what it belongs to."""
+        """Return the shard of `tensor`; `parameter` is the owner of optimizer state."""
         ...
 
 
@@ -48,10 +48,10 @@ class ModelState:
 
     Attributes:
         tensors: This rank's shard of every logical tensor, by fully qualified name.
-        aliases: Maps every further name of tied tensors to the name that it is stored under.
+        aliases: Further names of tied tensors, each mapped to its stored name.
         extra: Values of ``get_extra_state`` hooks, by name, and other values that are no tensors.
-        copies: Names of those entries that are neither a parameter nor a buffer, nor share memory with one.
-            Writing into them changes nothing: the module has to load them.
+        copies: Names of entries that share no memory with a parameter or buffer. Writing into them changes
+            nothing: the module has to load them.
     """
 
     tensors: dict[str, Shard] = field(default_factory=dict)
@@ -75,8 +75,8 @@ def describe_model(
 
     Args:
         module: The module, laid out or not.
-        shard_of: Maps a tensor as the engine holds it to its shard.
-        entries: The result of `entries_of`, where the module's own code must run elsewhere than `shard_of`.
+        shard_of: Function from the engine's tensor to its shard.
+        entries: The result of `entries_of`, if the module's own code must run elsewhere than `shard_of`.
     """
     entries = entries_of(module) if entries is None else entries
     state = ModelState()
@@ -99,7 +99,7 @@ def describe_model(
 
 
 def is_extra_state(name: str) -> bool:
-    """Return True if an entry of a state dict is what `get_extra_state` of a module gave."""
+    """Return True if an entry of a state dict is the result of a module's `get_extra_state`."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
@@ -110,23 +110,23 @@ def _shares_memory(tensor: Tensor, others: Iterable[Tensor]) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where the storage begins of what this rank has of a tensor; 0 for none."""
+    """Return the address of the storage of a tensor's local shard; 0 if it has none."""
     with local_mode():
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         return 0 if local.is_meta else local.untyped_storage().data_ptr()
 
 
 def as_state_dict(state: ModelState) -> dict[str, Any]:
-    """A described module in the form of a ``state_dict``, handles in place of tensors."""
+    """Return a described module as a ``state_dict`` with handles for tensors."""
     tied = {alias: state.tensors[name] for alias, name in state.aliases.items()}
     return {**state.tensors, **tied, **state.extra}
 
 
 def entries_of(module: nn.Module) -> dict[str, Any]:
-    """The module's ``state_dict``: its own parameters and buffers, and what its own code adds.
+    """Return the module's ``state_dict``: its parameters and buffers, and entries of its own code.
 
-    A `state_dict` that copies parameters finds no gradients to copy. Collective where the module's code looks
-    at sharded weights, which it sees unsharded.
+    Gradients are hidden meanwhile, so that user code that copies parameters does not copy them. Collective if
+    that code reads sharded weights: it sees them unsharded.
     """
     if type(module).state_dict is nn.Module.state_dict:
         return module.state_dict(keep_vars=True)
@@ -143,7 +143,7 @@ def entries_of(module: nn.Module) -> dict[str, Any]:
 
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
-    """The stored name of every parameter: of tied parameters, the first."""
+    """Return the stored name of every parameter; for tied parameters, the first name."""
     return {parameter: name for name, parameter in module.named_parameters()}
 
 
@@ -193,17 +193,17 @@ def new_state_tensor(
     """Allocate a state tensor the way torch's optimizers do when they first step.
 
     Args:
-        parameter: The parameter as this rank holds it.
+        parameter: The local parameter.
         name: Name of the state tensor.
-        shape: Logical shape wanted.
-        like_parameter: True if that is the parameter's own, so that it is laid out alike.
-        dtype: Dtype wanted.
+        shape: Logical shape of the state tensor.
+        like_parameter: True if the shape is the parameter's own: the tensor is then sharded like it.
+        dtype: Dtype of the state tensor.
         group: The param group of the parameter.
     """
     if name == "step" and shape == () and not (group.get("fused") or group.get("capturable")):
         # Step counters stay on the host unless the kernels read them on the device.
         return torch.zeros((), dtype=dtype)
-    with local_mode():  # like what this rank holds of the parameter, not the whole
+    with local_mode():  # like the local shard, not the unsharded parameter
         return _new_like(parameter, shape=shape, like_parameter=like_parameter, dtype=dtype)
 
 
@@ -219,9 +219,9 @@ def _new_like(
 
 
 def repoint_optimizer(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Make an optimizer that was built earlier hold the parameters that took the old ones' place.
+    """Replace parameters in an optimizer that was built before.
 
-    Its param group dicts stay the same objects, so schedulers and callbacks keep working.
+    Its param group dicts stay the same objects, because schedulers and callbacks refer to them.
     """
     if not replaced:
         return

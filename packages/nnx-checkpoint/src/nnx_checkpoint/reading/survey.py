@@ -1,8 +1,8 @@
-"""Which checkpoints are below a directory.
+"""Find the checkpoints below a directory, and the leftovers of interrupted programs.
 
-Checkpoints, and what interrupted programs left between them. No checkpoint is opened: names and first bytes
-tell what something is. Formats of other programs are asked only where a name could be theirs, because that
-imports torch. A checkpoint may share its directory with others, so the search continues below it.
+The search opens no checkpoint: it recognizes them by names and first bytes. It asks formats of other programs
+only about names that could be theirs, because asking imports torch. A checkpoint may share its directory with
+others, so the search continues below it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nnx_checkpoint.storage.locations import place_of
 log = logging.getLogger("nnx.checkpoint")
 
 PARTIAL = ".nnx-partial"
-"""How the names of unfinished conversions end: ``.<name>.<random>.nnx-partial``, beside the target."""
+"""Suffix of unfinished conversions: ``.<name>.<random>.nnx-partial``, beside the target."""
 
 
 _PARTIAL_NAME = re.compile(r"\..+\.[0-9a-f]{8}" + re.escape(PARTIAL), re.DOTALL)
@@ -43,10 +43,10 @@ _LIGHTNING_ENDING = ".ckpt"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One thing in a directory tree.
+    """A checkpoint or leftover in a directory tree.
 
     Attributes:
-        place: The place of it.
+        place: Its path or URL.
         kind: ``checkpoint``; ``interrupted`` for a directory whose first save never was committed; or
             ``partial`` for an unfinished conversion.
         format: Name of a checkpoint's format.
@@ -60,14 +60,14 @@ class Found:
 def survey(location: Location, skipped: Callable[[Place, str], None] | None = None) -> Iterator[Found]:
     """Find everything at a path and below it, in the order of names.
 
-    Hidden directories, links to directories and the saves of a checkpoint are not looked into.
+    The search skips hidden directories, links to directories and the saves of a checkpoint.
 
     Args:
         location: A path or a URL.
-        skipped: Called with each place that cannot be looked at, and why. None logs a warning.
+        skipped: Function of each place that cannot be inspected, and the reason. None logs a warning.
 
     Raises:
-        CheckpointError: Nothing is there, or it cannot be listed.
+        CheckpointError: The location does not exist or cannot be listed.
     """
     root = place_of(location)
     if root.kind() is None:
@@ -87,11 +87,11 @@ def survey(location: Location, skipped: Callable[[Place, str], None] | None = No
 
 
 def _log_skipped(place: Place, why: str) -> None:
-    log.warning("Left out '%s': %s", place, why)
+    log.warning("Skipped '%s': %s", place, why)
 
 
 def _look_at(place: Place, outer: str) -> tuple[Found | None, list[tuple[Place, str]]]:
-    """Return the kind of one place, and the places to look at next.
+    """Return the kind of one place, and the places to search next.
 
     Args:
         place: The place.
@@ -100,7 +100,7 @@ def _look_at(place: Place, outer: str) -> tuple[Found | None, list[tuple[Place, 
     if _PARTIAL_NAME.fullmatch(place.name):
         return Found(place, "partial"), []
     if place.kind() != "directory":
-        # A file in another program's directory is its own, unless Lightning wrote it beside.
+        # A file in another program's directory belongs to that program, unless Lightning wrote it beside.
         found = "" if outer and not place.name.endswith(_LIGHTNING_ENDING) else _foreign_format(place, [])
         return (Found(place, "checkpoint", found) if found else None), []
     names = place.names()
@@ -116,25 +116,25 @@ def _look_at(place: Place, outer: str) -> tuple[Found | None, list[tuple[Place, 
 
 
 def _children(place: Place, names: list[str], outer: str) -> list[tuple[Place, str]]:
-    """Return the entries of a directory to look at: partial conversions, and all that are not hidden."""
+    """Return the entries of a directory to search: partial conversions, and all that are not hidden."""
     wanted = [
         name
         for name in names
         if _PARTIAL_NAME.fullmatch(name)
         or not (name.startswith(".") or is_save_id(name) or _leads_away(place / name))
     ]
-    # What is found is a root of its own, which may be a link; only below it none is followed.
+    # Each found checkpoint becomes a root of its own and may be a link; below a root no link is followed.
     return [(place_of((place / name).location), outer) for name in wanted]
 
 
 def _leads_away(place: Place) -> bool:
-    """Whether it is a link to a directory that is no checkpoint of ours: it could lead around in circles."""
+    """Return True for a link to a directory that is no checkpoint of ours: it could form a cycle."""
     path = place.location
     if isinstance(path, str):
         return False
     try:
         return path.is_symlink() and path.is_dir() and not (path / MANIFEST).exists()
-    except (OSError, RuntimeError):  # it cannot be looked at, or leads to itself
+    except (OSError, RuntimeError):  # it cannot be inspected, or points to itself
         return True
 
 
@@ -148,13 +148,13 @@ def _foreign_format(place: Place, names: list[str]) -> str:
         try:
             if name != "nnx" and recognises(get_format(name), place.location):
                 return name
-        except PluginError:  # a plugin that cannot be imported is `nnx doctor`'s matter
+        except PluginError:  # `nnx doctor` reports plugins that cannot be imported
             continue
     return ""
 
 
 def files_below(place: Place) -> dict[str, int]:
-    """Sizes of the file at a place, or of all files in the directory there, by relative name."""
+    """Return the sizes of a file, or of all files in a directory, by relative name."""
     if place.kind() == "file":
         return {place.name: place.size()}
     names = place.names()

@@ -1,8 +1,8 @@
-"""Verifying: every byte of every file against its digest or checksum, and headers against the index.
+"""Verify every byte of every file against its digest or checksum, and headers against the index.
 
-Checkpoints of other formats have no checksums of their own; of them the structure is checked. Damage is
-reported, not raised, so that one run lists all of it. Imports neither torch nor Lightning, unless a
-checkpoint of another format has to be opened.
+Other formats have no checksums of their own: their structure is checked instead. Damage is returned, not
+raised, so that one run lists all of it. This module imports neither torch nor Lightning, except to open a
+checkpoint of another format.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _READ = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One damaged place.
+    """One damaged range of a file.
 
     Attributes:
         file: The file, relative to the checkpoint's directory.
@@ -53,19 +53,19 @@ class Damage:
 def verify(
     path: Location, *, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Damage]:
-    """Read every byte of a checkpoint and compare it with the checksums.
+    """Read every byte of a checkpoint and compare it with its checksums.
 
     Args:
         path: The checkpoint's directory, or a link to it, or its URL.
-        progress: Called with the bytes read so far and their total.
+        progress: Function of the bytes read so far and their total.
 
     Returns:
-        Every damaged place; empty if the checkpoint is whole.
+        All damage; empty if the checkpoint is intact.
 
-    A save that is replaced meanwhile is no damage: the one that replaced it is read.
+    A save that is replaced meanwhile is no damage: the new save is verified instead.
 
     Raises:
-        CheckpointError: There is no checkpoint at this path, or it is of a newer format.
+        CheckpointError: No checkpoint exists at this path, or it has a newer format.
     """
     root = place_of(path)
     while True:
@@ -82,7 +82,7 @@ def verify(
             if isinstance(error, RuntimeError) and "start new thread" not in str(error):
                 raise
             raise CheckpointError(
-                f"cannot verify '{root}': no memory is left ({error or 'out of memory'}).",
+                f"cannot verify '{root}': out of memory ({error or 'MemoryError'}).",
                 remedy="Free memory, or raise the limit (`ulimit -v`); about 64 MB are enough.",
             ) from error
         else:
@@ -91,7 +91,7 @@ def verify(
 
 
 class _Verification:
-    """One run over all files."""
+    """One verification of all files."""
 
     def __init__(self, source: Source, progress: Callable[[int, int], None]) -> None:
         self.source = source
@@ -122,7 +122,7 @@ class _Verification:
         self._progress(self._done, self._total)
 
     def _is_whole(self, name: str, entry: FileEntry) -> bool:
-        """Check what a file's digest covers; whether that was all right."""
+        """Check the bytes that a file's digest covers; return True if they match."""
         try:
             self.source.read_file(name)
         except CheckpointError as error:
@@ -174,7 +174,7 @@ class _Verification:
     def _compare(self, name: str, count: int, pieces: Sequence[tuple[str, Piece]], raw: bytes) -> None:
         size = self.source.manifest.block
         if len(raw) != 8 * count:
-            self._report(name, 0, 0, f"its {len(raw) / 8:g} checksums are not as many as its {count} blocks.")
+            self._report(name, 0, 0, f"its {len(raw) / 8:g} checksums do not match its {count} blocks.")
             return
         sums = struct.unpack(f"<{count}Q", raw)
         entry = self.source.manifest.files[name]
@@ -196,14 +196,14 @@ class _Verification:
 
 
 class _ReadAhead:
-    """A file's data from front to back; its next parts are read while this one is looked at.
+    """A file's data from front to back, with read-ahead.
 
     Args:
         reader: The file.
         pool: The threads that read.
         start: Position of the first byte.
         stop: One past the last.
-        advance: Told how many bytes have arrived.
+        advance: Function of the number of bytes read.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class _ReadAhead:
         self._rest = memoryview(b"")
 
     def take(self, length: int) -> memoryview:
-        """The next bytes."""
+        """Return the next bytes."""
         parts = []
         while length > len(self._rest):
             parts.append(self._rest)
@@ -244,14 +244,14 @@ class _ReadAhead:
         return data
 
 
-# What nnx reads of a header is compared with the index whenever it is used. Other programs read more of it.
+# nnx compares the fields that it reads with the index on each use. Other programs read further fields.
 
 
 def find_header_fault(raw: bytes) -> str:
-    """Return the first fault of a rank file's header that other programs would see; empty if there is none.
+    """Return the first fault of a rank file's header for other programs; empty if it has none.
 
     Args:
-        raw: The file's bytes before its data, which hold what the index says.
+        raw: The file's bytes before its data, which agree with the index.
     """
     try:
         entries = load_json(raw[8:])
@@ -260,7 +260,7 @@ def find_header_fault(raw: bytes) -> str:
         if metadata["format"] != "pt":
             return f"its header is malformed: format {metadata['format']!r}."
         if origins.keys() - entries.keys() or offsets.keys() != entries.keys():
-            return "its header is malformed: its metadata are about other entries."
+            return "its header is malformed: its metadata describe other entries."
         for key, entry in entries.items():
             extents = entry["shape"]
             origin = origins.get(key, {"offset": [0] * len(extents)})
@@ -271,8 +271,8 @@ def find_header_fault(raw: bytes) -> str:
     return ""
 
 
-# The files must be readable as what they are, every tensor must lie inside its file, and in zip archives,
-# which files of ``torch.save`` are, the CRC-32 of every entry must match; torch itself never looks at it.
+# The files must be readable, every tensor must lie inside its file, and the CRC-32 of every entry of a zip
+# archive must match. Files of ``torch.save`` are zip archives, and torch never checks their CRC-32.
 
 
 _ARCHIVE_READ = 4 << 20
@@ -284,10 +284,10 @@ class Structure:
 
     Attributes:
         format: Name of the format; empty if the checkpoint could not be opened.
-        damage: Every damaged place.
-        tensors: The number of tensors that were found to lie inside their files.
-        archives: The number of zip archives have correct sums.
-        files: The number of files there are.
+        damage: All damage.
+        tensors: The number of tensors inside their files.
+        archives: The number of zip archives with correct CRC-32 sums.
+        files: The number of files.
     """
 
     format: str = ""
@@ -304,11 +304,11 @@ def check_structure(
 
     Args:
         path: A checkpoint of any format.
-        weights_only: As for `nnx_checkpoint.open_checkpoint`.
-        progress: Told the bytes of the files seen so far and their total.
+        weights_only: False executes code that the author of the checkpoint may have put there.
+        progress: Function of the bytes of the files checked so far and their total.
 
     Raises:
-        CheckpointError: Nothing is there, or its format is unknown.
+        CheckpointError: The path does not exist, or has an unknown format.
     """
     found = Structure()
     place = place_of(path)
@@ -347,7 +347,7 @@ def _check_archive(place: Place, name: str, size: int, found: Structure) -> None
                 entries = archive.infolist()
                 bad = [entry for entry in entries if not _is_whole(archive, entry)]
         except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-            found.damage.append(Damage(name, 0, size, f"it is no readable zip archive: {error}."))
+            found.damage.append(Damage(name, 0, size, f"it is not a readable zip archive: {error}."))
             return
     for entry in bad:
         start, stop = entry.header_offset, entry.header_offset + entry.compress_size
@@ -359,14 +359,14 @@ def _is_whole(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
     try:
         with archive.open(entry) as data:
             while data.read(_ARCHIVE_READ):
-                pass  # the end of the entry is where the sum is compared
+                pass  # zipfile compares the sum at the end of the entry
     except (zipfile.BadZipFile, EOFError, zlib.error):
         return False
     return True
 
 
 def _check_lengths(tensors: Mapping[str, TensorEntry], found: Structure) -> None:
-    """Every piece must end before its file does."""
+    """Report pieces that end after the end of their file."""
     sizes: dict[str, int] = {}
     for name, entry in tensors.items():
         whole = True
@@ -375,7 +375,7 @@ def _check_lengths(tensors: Mapping[str, TensorEntry], found: Structure) -> None
                 place = place_of(piece.file)
                 sizes[piece.file] = place.size() if place.kind() == "file" else 0
             if piece.start + piece.nbytes > sizes[piece.file]:
-                problem = f"tensor '{name}' ends behind the end of the file."
+                problem = f"tensor '{name}' ends after the end of the file."
                 found.damage.append(Damage(piece.file, piece.start, piece.start + piece.nbytes, problem))
                 whole = False
         found.tensors += whole

@@ -1,9 +1,8 @@
-"""The storage interface of checkpoints: a `Place` is a file or a directory, local or behind a URL.
+"""Define the storage interface of checkpoints: a `Place` is a file or directory, local or behind a URL.
 
-Everything of a checkpoint is read and written through this interface, so that what is above need not know
-whether it is a path or a URL. `nnx_checkpoint.storage.locations` has the half for this machine's file systems
-and finds the right one; `nnx_checkpoint.storage.remote` is the other half. Neither knows what a checkpoint
-is.
+All files of a checkpoint are read and written through this interface, so the layers above treat paths and
+URLs alike. `nnx_checkpoint.storage.locations` implements it for mounted file systems, and chooses the
+implementation of a location. `nnx_checkpoint.storage.remote` implements it for URLs.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ class Reader(Protocol):
     """An open file that several threads read at the same time."""
 
     gap: int
-    """Unwanted bytes between two wanted ones that cost less to read than to leave out."""
+    """Bytes between two ranges that cost less to read than a second request."""
     parallel: int
-    """How many threads read faster than fewer."""
+    """The number of threads that read fastest."""
 
     def read_into(self, position: int, target: memoryview) -> None:
-        """Fill memory with the bytes from a position on; all of them must be there."""
+        """Fill memory with the bytes from a position on (raise if the file is shorter)."""
 
     def close(self) -> None:
         """Close the file."""
 
 
 class Place(ABC):
-    """A file, a directory, or nothing yet, below which ``/`` leads to others.
+    """A file or directory, which need not exist; ``/`` gives the places below it.
 
-    Everything raises `CheckpointError` with the place and a remedy.
+    All methods raise `CheckpointError` with the place and a remedy.
     """
 
     @property
@@ -55,7 +54,7 @@ class Place(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Its last part."""
+        """The last component of the path."""
 
     @abstractmethod
     def __truediv__(self, name: str) -> Place: ...
@@ -70,7 +69,7 @@ class Place(ABC):
 
     @abstractmethod
     def kind(self) -> Literal["file", "directory", "other"] | None:
-        """Return the kind of the place; ``other`` for e.g. a link inside a directory that was named."""
+        """Return the kind of the place; ``other`` for a link inside the opened directory, for example."""
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -78,10 +77,10 @@ class Place(ABC):
 
     @abstractmethod
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
-        """Lengths of those of these files that are in the directory."""
+        """Return the lengths of the named files that exist in the directory."""
 
     def size(self) -> int:
-        """Length of the file."""
+        """Return the length of the file."""
         with self.explained("read"):
             return self._size()
 
@@ -91,11 +90,11 @@ class Place(ABC):
 
     @abstractmethod
     def read(self, size: int, *, start: int = 0) -> bytes:
-        """Read bytes that must be there."""
+        """Read bytes (raise if the file is shorter)."""
 
     @abstractmethod
     def open(self) -> BinaryIO:
-        """The file as Python's file object, for libraries that want one."""
+        """Return a Python file object, for libraries that require one."""
 
     @abstractmethod
     def make(self) -> None:
@@ -103,50 +102,51 @@ class Place(ABC):
 
     @abstractmethod
     def write(self, data: bytes) -> None:
-        """Create a file that does not exist yet and force it to disk."""
+        """Create a file, which must not exist, and fsync it."""
 
     @abstractmethod
     def stream(self, size: int) -> StreamWriter:
-        """Create a file that does not exist yet, to be written part by part in bounded memory."""
+        """Create a file, which must not exist, to write in bounded memory."""
 
     @abstractmethod
     def replace(self, data: bytes, *, temporary: str) -> None:
-        """Replace the file, or create it, in one step: a reader sees the old or the new, never a mixture.
+        """Replace or create the file atomically: a reader sees the old or the new content, never a mixture.
 
         Args:
-            data: The new contents.
-            temporary: A name beside it that may be used meanwhile.
+            data: The new content.
+            temporary: A name beside the file that may be used meanwhile.
 
         Raises:
-            CheckpointError: It failed; the new contents may be there all the same, if not for good.
+            CheckpointError: The replacement failed. The new content may be visible all the same, but a crash
+                of the machine may undo it.
         """
 
     @abstractmethod
     def sync(self) -> None:
-        """Force the names in the directory to disk."""
+        """Fsync the directory, so that its names survive a crash."""
 
     @abstractmethod
     def remove(self) -> None:
-        """Remove the file, or the directory with all in it; nothing happens where there is none."""
+        """Remove the file, or the directory with its content, if it exists."""
 
     @abstractmethod
     def remove_if_empty(self) -> None:
-        """Remove the directory unless something is in it; never fails."""
+        """Remove the directory if it is empty; never raise."""
 
     @abstractmethod
     def lock(self) -> Lock | None:
-        """Keep every other run from saving here, until it is released or this process ends.
+        """Lock the directory against saves of other runs, until the release or the end of this process.
 
         Returns:
-            The lock; None where there is no way to have one.
+            The lock; None if the storage has no locks.
 
         Raises:
-            CheckpointError: Another run has it.
+            CheckpointError: Another run holds the lock.
         """
 
     @abstractmethod
     def explained(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        """Turn errors of the system into `CheckpointError`."""
+        """Context manager that converts errors of the system into `CheckpointError`."""
 
     @abstractmethod
     def _size(self) -> int: ...

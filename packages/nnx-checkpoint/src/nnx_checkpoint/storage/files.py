@@ -1,9 +1,8 @@
-"""Files that are written once: created exclusively, forced to disk, and never touched again.
+"""Read and write files of a checkpoint, each created exclusively, fsynced, and never changed again.
 
-This module owns errors of the operating system: each becomes a `CheckpointError` with path and remedy. It
-also keeps a checkpoint from leading elsewhere: below its root directory nothing is opened through a link, and
-nothing but regular files is read or written. It has the lock that keeps two runs from saving to one path, and
-the stream that writes one large file at the speed of its storage with a bounded amount of memory.
+This module converts errors of the operating system into a `CheckpointError` with path and remedy. It also
+confines a checkpoint to its root directory: below that it opens nothing through a link, and reads and writes
+regular files only.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from pathlib import Path
 from nnx_base.errors import CheckpointError
 
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.EROFS}
-"""What file systems answer that cannot force the names of a directory to disk, and need not."""
+"""Errors of file systems that cannot fsync a directory, and need not."""
 
 _NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM}
-"""How a system says that a name leads to nothing; all else, such as a failing disk, says nothing about it."""
+"""Errors that mean "the name does not exist"; others, such as a failing disk, leave that open."""
 
 _FORBIDDEN = "Make the directory writable for this user, or save elsewhere."
 _LOOKING = {"read", "list", "look at"}
@@ -32,18 +31,18 @@ _REMEDIES = {
     errno.EACCES: _FORBIDDEN,
     errno.EPERM: _FORBIDDEN,
     errno.EROFS: "Save to a file system that is mounted writable.",
-    errno.ENOENT: "Every rank must see the same directory, and nobody may remove it meanwhile.",
+    errno.ENOENT: "Every rank must see the same directory, and no process may remove it during a save.",
     errno.EEXIST: "Let only one run save to this path.",
     errno.ENOTDIR: "Choose a path below directories only.",
     errno.EIO: "Check the disk, and save elsewhere.",
     errno.ESTALE: "Check that the network file system is still mounted, and save again.",
-    errno.ELOOP: "A checkpoint holds no links: copy it with what they lead to (`cp -rL`), or remove them.",
+    errno.ELOOP: "A checkpoint holds no links: copy it with their targets (`cp -rL`), or remove them.",
 }
 
 
 @contextlib.contextmanager
 def explained(doing: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an error of the operating system into one that says what failed, where and what helps.
+    """Context manager that converts an error of the operating system into one with path and remedy.
 
     Args:
         doing: The verb of the failed operation, such as ``"write"``.
@@ -62,15 +61,15 @@ def explained(doing: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def parent_directory(path: Path, root: Path | None) -> Iterator[int | None]:
-    """Open the directory of a path, reached from a root without following links.
+    """Open the parent directory of a path, following no links below a root.
 
     Args:
-        path: The path, somewhere below the root.
-        root: The directory that the user named, which may be a link; None where the path itself was named,
-            and the system finds its way.
+        path: A path below the root.
+        root: The directory that the user named, which may be a link; None if the user named the path itself,
+            which may then contain links.
 
     Yields:
-        The descriptor; None where no directory between root and path could be a link. See `name_within`.
+        The descriptor; None if no directory between root and path can be a link. See `name_within`.
     """
     if root is None or path.parent == root:
         yield None
@@ -87,13 +86,13 @@ def parent_directory(path: Path, root: Path | None) -> Iterator[int | None]:
 
 
 def close_quietly(fd: int) -> None:
-    """Close what nothing was written through: an error loses nothing, and the descriptor is gone."""
+    """Close a descriptor that nothing was written through, and ignore errors (no data can be lost)."""
     with contextlib.suppress(OSError):
         os.close(fd)
 
 
 def name_within(parent: int | None, path: Path) -> str | Path:
-    """Return the name of a path within the directory that `parent_directory` gave."""
+    """Return the name of a path relative to the descriptor of `parent_directory`."""
     return path if parent is None else path.name
 
 
@@ -108,20 +107,20 @@ def _open_directory(name: str | Path, parent: int | None) -> int:
 
 
 def open_file(path: Path, flags: int, *, root: Path | None = None, doing: str = "read") -> int:
-    """Open a regular file; never a link below the root, and never a pipe, a socket or a device.
+    """Open a regular file; refuse a link below the root, a pipe, a socket or a device.
 
     Args:
         path: The file.
-        flags: As for ``os.open``.
-        root: See `parent_directory`.
+        flags: Flags of ``os.open``.
+        root: The root of `parent_directory`.
         doing: A verb for the message of an error, such as ``"write"``.
 
     Returns:
-        Its descriptor.
+        The descriptor.
     """
     inside = os.O_NOFOLLOW if root is not None else 0
     with explained(doing, path), parent_directory(path, root) as parent:
-        # Without O_NONBLOCK a pipe would be waited for.
+        # Without O_NONBLOCK, opening a pipe would wait for its other end.
         fd = os.open(
             name_within(parent, path), flags | inside | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=parent
         )
@@ -133,7 +132,7 @@ def open_file(path: Path, flags: int, *, root: Path | None = None, doing: str = 
     if not is_regular:
         close_quietly(fd)
         raise CheckpointError(
-            f"cannot {doing} '{path}': it is no regular file.",
+            f"cannot {doing} '{path}': it is not a regular file.",
             remedy="A checkpoint holds plain files and directories only; remove it.",
         )
     return fd
@@ -143,7 +142,7 @@ def look(path: Path, root: Path | None) -> os.stat_result | None:
     """Return the status of a path without following links below the root; None if it does not exist.
 
     Raises:
-        CheckpointError: The disk fails, so that nobody knows.
+        CheckpointError: The disk failed, so the answer is unknown.
     """
     with explained("look at", path), contextlib.suppress(ValueError):
         try:
@@ -156,7 +155,7 @@ def look(path: Path, root: Path | None) -> os.stat_result | None:
 
 
 def is_file(path: Path) -> bool:
-    """Return True if a regular file is there; also for names that the system could not even look up."""
+    """Return True if a regular file exists (False for invalid names)."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -177,7 +176,7 @@ def write_file(path: Path, data: bytes, *, root: Path | None = None) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Force the names in a directory to disk, so that they survive a crash of the machine."""
+    """Fsync a directory, so that its names survive a crash of the machine."""
     with explained("sync", path):
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -190,13 +189,13 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory and those above it, and force the name of each new one to disk."""
+    """Create a directory and its parents, and fsync the name of each new one."""
     with explained("create", path):
         new = [place for place in (path, *path.parents) if not os.path.lexists(place)]
         path.mkdir(parents=True, exist_ok=True)
     sync_directory(path.parent)
     for place in new[1:]:
-        if os.access(place.parent, os.R_OK):  # else nobody can force its names to disk
+        if os.access(place.parent, os.R_OK):  # an unreadable directory cannot be fsynced
             sync_directory(place.parent)
 
 
@@ -205,13 +204,13 @@ class FileReader:
 
     Args:
         path: The file.
-        root: See `parent_directory`.
+        root: The root of `parent_directory`.
     """
 
     gap = 4096
-    """Unwanted bytes between two wanted ones that cost less to read than to leave out: less than a page."""
+    """Bytes between two ranges that cost less to read than a second request: less than a page."""
     parallel = 2
-    """How many threads read faster than fewer."""
+    """The number of threads that read fastest."""
 
     def __init__(self, path: str | os.PathLike[str], *, root: Path | None = None) -> None:
         self._path = os.fspath(path)
@@ -250,29 +249,29 @@ def read_exactly(path: Path, size: int, *, start: int = 0, root: Path | None = N
 
 
 def truncated(path: str | os.PathLike[str], position: int, expected: int) -> CheckpointError:
-    """The error for a file that ends too early."""
+    """Return the error for a file that ends too early."""
     return CheckpointError(
         f"'{os.fspath(path)}' is truncated: it ends at byte {position}, {expected} were expected.",
         remedy="Restore it from a backup, or resume from another checkpoint.",
     )
 
 
-# A directory of another program's may lead to itself, and in Hugging Face's cache to its repository. Those
-# programs write no links, but people make them, and pass directories on. A link that stays in the directory
-# is followed; one that leaves it, a pipe, a socket or a device is refused before anything is read.
+# A directory of another program may contain links: people make them, and Hugging Face's cache links into its
+# repository. A link that stays inside the directory is followed. One that leaves it, a pipe, a socket or a
+# device is refused before any read: otherwise a received checkpoint could read the user's other files.
 
 
 _DEPTH = 2
-"""Formats look into a directory and those directly in it,"""
+"""Formats search a directory and its direct subdirectories,"""
 _ZERO = "zero"
-"""and DeepSpeed's universal one into a folder of this name with a folder for each parameter."""
+"""and DeepSpeed's universal format searches a folder of this name with a folder for each parameter."""
 
 
 def require_enclosed(directory: Path) -> None:
-    """Refuse a directory of which a part that a format looks at lies elsewhere or is no regular file.
+    """Refuse a directory with a link that leaves it, or a special file, where a format searches.
 
     Raises:
-        CheckpointError: It names the refused path.
+        CheckpointError: The message names the refused path.
     """
     _check(directory, directory, _DEPTH)
 
@@ -284,18 +283,18 @@ def require_inside(path: Path, directory: Path) -> None:
     beside ``snapshots``; these are its own.
 
     Args:
-        path: Something in the checkpoint, which need not exist.
+        path: A path in the checkpoint, which need not exist.
         directory: The checkpoint.
 
     Raises:
-        CheckpointError: With its name.
+        CheckpointError: The message names the refused path.
     """
     try:
         target, root = path.resolve(), directory.resolve()
         kind = path.stat().st_mode
     except FileNotFoundError:
         return
-    except (OSError, RuntimeError) as error:  # such as links in circles
+    except (OSError, RuntimeError) as error:  # links in a cycle, for example
         raise CheckpointError(f"cannot read '{path}': {error}.", remedy=_REMEDY) from error
     if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
         raise CheckpointError(f"'{path}' is neither a file nor a directory.", remedy="Remove it.")
@@ -321,4 +320,4 @@ def _check(directory: Path, root: Path, depth: int) -> None:
             _check(path, root, depth - 1)
 
 
-_REMEDY = "Copy the checkpoint with what its links lead to (`cp -rL`), or open a directory without them."
+_REMEDY = "Copy the checkpoint with the targets of its links (`cp -rL`), or open one without links."

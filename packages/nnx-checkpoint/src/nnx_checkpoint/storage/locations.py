@@ -1,7 +1,6 @@
-"""Paths of this machine's file systems, and which place a path or a URL is.
+"""Implement `nnx_checkpoint.storage` for mounted file systems, and find the place of a path or URL.
 
-The interface is `nnx_checkpoint.storage`; `nnx_checkpoint.storage.remote` is imported only when a URL is
-used.
+`nnx_checkpoint.storage.remote` is imported only when a URL is used.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ _SQUEEZED_URL = re.compile(r"(s3|s3a|gs|gcs|az|abfs|abfss|hdfs|https?|memory):/[
 
 
 def place_of(location: Location | Place) -> Place:
-    """The place at a path or a URL; nothing has to be there.
+    """Return the place at a path or a URL, which need not exist.
 
     Raises:
-        CheckpointError: Nothing can open URLs of this kind, or the package that does is missing.
+        CheckpointError: The protocol of the URL is unknown, or its package is not installed.
 
     Example:
         >>> str(place_of("runs/last.ckpt") / "manifest.json")
@@ -60,7 +59,7 @@ def place_of(location: Location | Place) -> Place:
         return UrlPlace.of(text)
     if _SQUEEZED_URL.match(text):
         raise CheckpointError(
-            f"'{text}' was a URL, of which pathlib removed a slash.",
+            f"'{text}' was a URL, and pathlib removed a slash of it.",
             remedy="Pass URLs as strings, not as pathlib.Path.",
         )
     return LocalPlace(Path(text))
@@ -71,8 +70,8 @@ class LocalPlace(Place):
 
     Args:
         path: The path.
-        root: The place that was named, and from which ``/`` led here. It may be a link; what lies below is
-            never reached through one.
+        root: The path that the user named and that ``/`` started from. It may be a link; no link below it is
+            followed.
     """
 
     def __init__(self, path: Path, *, root: Path | None = None) -> None:
@@ -95,7 +94,7 @@ class LocalPlace(Place):
 
     @override
     def kind(self) -> Literal["file", "directory", "other"] | None:
-        found = look(self.path, self._root)  # one look: another run may make it between two
+        found = look(self.path, self._root)  # one `stat`: another run may create it between two
         if found is None:
             return None
         if stat.S_ISDIR(found.st_mode):
@@ -158,6 +157,9 @@ class LocalPlace(Place):
 
     @override
     def replace(self, data: bytes, *, temporary: str) -> None:
+        # The order commits: the content is on disk before the rename shows it, and the rename is atomic. The
+        # fsync of the directory comes last: without it a crash could undo the rename after the collection of
+        # old saves.
         write_file(self.path.with_name(temporary), data, root=self._root)
         with self.explained("replace"), parent_directory(self.path, self._root) as parent:
             names = (name_within(parent, path) for path in (self.path.with_name(temporary), self.path))
@@ -177,7 +179,7 @@ class LocalPlace(Place):
         ):
             name = name_within(parent, self.path)
             if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
-                shutil.rmtree(self.path)  # which does not follow links either
+                shutil.rmtree(self.path)  # does not follow links either
             else:
                 os.unlink(name, dir_fd=parent)
 

@@ -1,8 +1,7 @@
-"""The lock of a save.
+"""Lock a checkpoint against a second run that saves to the same path.
 
-It keeps two runs from saving to one path at the same time. It is `flock` on a hidden file, so the kernel
-releases it however the process ends, and the file that a killed process leaves behind locks nothing.
-Where the file system has no such locks there is none.
+The lock is `flock` on a hidden file. The kernel releases it however the process ends, so a kill leaves a file
+but no lock. A file system without `flock` has no lock.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ class Lock:
         """Lock a directory.
 
         Returns:
-            The lock; None where the file system has no locks.
+            The lock; None if the file system has no locks.
 
         Raises:
-            CheckpointError: Somebody else holds it, or the directory cannot be written to.
+            CheckpointError: Another run holds the lock, or the directory is not writable.
         """
         path = directory / LOCK
         while True:
@@ -64,15 +63,15 @@ class Lock:
             except CheckpointError:
                 close_quietly(fd)
                 raise
-            close_quietly(fd)  # the run that held it removed the file meanwhile
+            close_quietly(fd)  # its last owner removed the file: this lock protects nothing
 
     def release(self) -> None:
-        """Let others save again; does nothing the second time."""
+        """Release the lock (no effect the second time)."""
         if self._fd is None:
             return
         fd, self._fd = self._fd, None
-        if os.getpid() == self._owner:  # and not a forked child, of which it is not the lock
-            # A new file is a new lock, so it does not matter that a forked child still has this one open.
+        if os.getpid() == self._owner:  # not in a forked child, which does not own it
+            # The next run creates a new file, so a forked child that still has this one open locks nothing.
             with contextlib.suppress(OSError):
                 self._path.unlink()
         close_quietly(fd)
@@ -82,10 +81,10 @@ class Lock:
 
 
 def _open(path: Path, directory: Path) -> int | None:
-    """The lock's file, made if it is not there; None where a full disk has no room for one.
+    """Open or create the lock's file; return None if a full disk has no space for it.
 
     Raises:
-        CheckpointError: Something else stands in its place, or the directory cannot be written to.
+        CheckpointError: The path is not a lock's file, or the directory is not writable.
     """
     try:
         fd = open_file(path, os.O_RDWR | os.O_CREAT, root=directory, doing="write to")
@@ -109,10 +108,10 @@ def _open(path: Path, directory: Path) -> int | None:
 
 
 def _flock(fd: int, directory: Path) -> bool:
-    """Take the lock; false where the file system has none.
+    """Take the lock; return False if the file system has none.
 
     Raises:
-        CheckpointError: Somebody else holds it.
+        CheckpointError: Another run holds the lock.
     """
     with explained("lock", directory):
         try:
@@ -121,7 +120,7 @@ def _flock(fd: int, directory: Path) -> bool:
             if error.errno in _TAKEN:
                 raise CheckpointError(
                     f"cannot save to '{directory}': another run is saving to it now ({_owner(fd)}).",
-                    remedy="Give every run a path of its own.",
+                    remedy="Give every run its own path.",
                 ) from error
             if error.errno not in _UNSUPPORTED:
                 raise
@@ -130,7 +129,7 @@ def _flock(fd: int, directory: Path) -> bool:
 
 
 def _sign(fd: int) -> None:
-    """Write down who holds the lock. That is for people: a full disk may have no place for it."""
+    """Write the lock's owner into the file, for error messages (ignore a full disk)."""
     with contextlib.suppress(OSError):
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)

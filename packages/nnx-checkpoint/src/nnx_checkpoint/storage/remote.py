@@ -1,9 +1,9 @@
-"""Places behind URLs: object stores such as ``s3://`` and ``gs://``, through fsspec.
+"""Implement `nnx_checkpoint.storage` for URLs such as ``s3://`` and ``gs://``, through fsspec.
 
 Object stores have no directories, no rename and no locks. A file is one upload, which appears when it is
-complete; replacing a file is one upload too. Credentials and endpoints come from where the store's package
-looks for them (environment, configuration files, ``FSSPEC_*`` variables).
-This module owns what fsspec leaves open: bounded memory, few requests for small reads, clear errors.
+complete; replacing a file is one upload too. The store's package finds credentials and endpoints in the
+environment, its configuration files and ``FSSPEC_*`` variables.
+This module adds bounded memory, few requests for small reads, and clear errors.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _PART = 16 << 20
 _MOST_PARTS = 9_000
 """S3 allows ten thousand parts."""
 _CHUNK = 1 << 20
-"""Smaller reads fetch, and keep, whole chunks of this length."""
+"""Length of the chunks that smaller reads fetch and cache."""
 _KEPT_CHUNKS = 64
 
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 _CREDENTIALS = (
-    "Check the credentials, and that they may read, list, write and delete there; they come from where "
-    "the store's own package looks for them, such as AWS_ACCESS_KEY_ID or ~/.aws/credentials."
+    "Check the credentials and their permission to read, list, write and delete; the store's own package "
+    "reads them, for example from AWS_ACCESS_KEY_ID or ~/.aws/credentials."
 )
 _REMEDIES: tuple[tuple[str, str], ...] = (
     ("bucket does not exist", "Create the bucket, or check its name."),
@@ -52,7 +52,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
 
 @contextlib.contextmanager
 def _explained(doing: str, url: str) -> Iterator[None]:
-    """Turn every error of a store's package into one error with a remedy."""
+    """Context manager that converts any error of a store's package into one with a remedy."""
     try:
         yield
     except CheckpointError:
@@ -60,7 +60,7 @@ def _explained(doing: str, url: str) -> Iterator[None]:
     except Exception as error:  # each store has exceptions of its own
         reason = str(error).strip().rstrip(".") or type(error).__name__
         if isinstance(error, FileNotFoundError) and "bucket" not in reason:
-            reason = "there is no such file"
+            reason = "the file does not exist"
         searched = f"{type(error).__name__} {reason}".lower()
         remedy = next((remedy for word, remedy in _REMEDIES if word in searched), "Check the URL.")
         raise CheckpointError(f"cannot {doing} '{url}': {reason}.", remedy=remedy) from error
@@ -76,10 +76,10 @@ class UrlPlace(Place):
 
     @classmethod
     def of(cls, url: str) -> UrlPlace:
-        """The place at a URL.
+        """Return the place at a URL.
 
         Raises:
-            CheckpointError: Nothing can open URLs of this kind, or the package that does is missing.
+            CheckpointError: The protocol of the URL is unknown, or its package is not installed.
         """
         url = url.rstrip("/")
         protocol = url.partition("://")[0]
@@ -124,7 +124,7 @@ class UrlPlace(Place):
         found: dict[str, int] = {}
         listed = self._listed()
         for name in names:
-            if name in listed:  # a listing of https:// says nothing of sizes
+            if name in listed:  # a listing of https:// has no sizes
                 size = listed[name]
                 found[name] = (self / name).size() if size is None else size
         return found
@@ -135,7 +135,7 @@ class UrlPlace(Place):
         size = _length(self._fs.info(self._key))
         if size is None:
             raise CheckpointError(
-                f"cannot read '{self._url}': its store does not say how many bytes it has.",
+                f"cannot read '{self._url}': its store does not report its size.",
                 remedy="Copy the checkpoint to a disk or another store first.",
             )
         return size
@@ -159,7 +159,7 @@ class UrlPlace(Place):
 
     @override
     def make(self) -> None:
-        """Directories need not be made."""
+        """Do nothing: object stores have no directories."""
 
     @override
     def write(self, data: bytes) -> None:
@@ -176,7 +176,7 @@ class UrlPlace(Place):
 
     @override
     def sync(self) -> None:
-        """An upload lasts once it is complete."""
+        """Do nothing: a complete upload is durable."""
 
     @override
     def remove(self) -> None:
@@ -186,7 +186,7 @@ class UrlPlace(Place):
 
     @override
     def remove_if_empty(self) -> None:
-        """Directories are not there when nothing is in them."""
+        """Do nothing: object stores have no empty directories."""
 
     @override
     def lock(self) -> Lock | None:
@@ -212,7 +212,7 @@ class UrlPlace(Place):
 
 
 def _length(entry: Any) -> int | None:
-    """The bytes of a file as its store says; None where it says nothing, or nothing that can be."""
+    """Return the size of a file from its store; None if it is missing or invalid."""
     size = entry.get("size")
     return size if type(size) is int and size >= 0 else None
 
@@ -247,7 +247,7 @@ class UrlReader:
         _chunks.forget(self)
 
     def chunk(self, number: int) -> bytes:
-        """One chunk; the last one of the file is shorter."""
+        """Return one chunk; the last one of the file is shorter."""
         return self._request(number * _CHUNK, (number + 1) * _CHUNK)
 
     def _request(self, start: int, stop: int) -> bytes:
@@ -261,14 +261,14 @@ class UrlReader:
 
 
 class _Chunks:
-    """The chunks that were read last, of all readers together."""
+    """A cache of the last chunks of all readers."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[UrlReader, int], tuple[threading.Lock, list[bytes]]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, reader: UrlReader, number: int) -> bytes:
-        """A chunk, requested only once even if several threads want it."""
+        """Return a chunk, requested once even for several threads."""
         with self._lock:
             lock, chunk = self._kept.setdefault((reader, number), (threading.Lock(), []))
             self._kept.move_to_end((reader, number))
@@ -289,7 +289,7 @@ _chunks = _Chunks()
 
 
 class _Upload:
-    """A new file behind a URL, sent in parts; it appears when it is complete."""
+    """A multipart upload of a new file, which appears when it is complete."""
 
     def __init__(self, filesystem: Any, key: str, url: str, size: int) -> None:
         self._url = url
@@ -299,12 +299,12 @@ class _Upload:
         self._complete = False
 
     def write(self, buffer: memoryview, length: int, position: int) -> None:
-        """Add bytes; a part is sent once enough of them are there."""
+        """Add bytes; send a part when enough are collected."""
         with _explained("write", self._url):
             self._file.write(buffer[:length])
 
     def finish(self, size: int) -> None:
-        """Send the rest and complete the upload."""
+        """Send the remaining bytes and complete the upload."""
         with _explained("write", self._url):
             self._file.close()
         self._complete = True
@@ -313,10 +313,10 @@ class _Upload:
         """Abandon the upload unless it is complete."""
         if self._complete:
             return
-        with contextlib.suppress(Exception):  # another error is on its way, and the name is never used
+        with contextlib.suppress(Exception):  # another error is being raised, and the name is never reused
             self._file.discard()
         with contextlib.suppress(AttributeError):
-            self._file.closed = True  # or it would complete the upload when it is collected
+            self._file.closed = True  # else its destructor would complete the upload
 
 
 def _unavailable(url: str, protocol: str) -> CheckpointError:

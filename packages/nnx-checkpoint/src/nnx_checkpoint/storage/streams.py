@@ -1,8 +1,8 @@
-"""Streams that are written with checksums.
+"""Write large files at the speed of their storage, in bounded memory.
 
-Bytes are collected in a few page-aligned buffers that a thread hands to a `Sink` while the caller fills
-the next one. On a local disk that is direct I/O, which avoids the page cache: that is slower and would
-push out what training needs. Where the file system refuses it, the same code writes through the cache.
+The caller fills page-aligned buffers, and a thread writes each to a `Sink` meanwhile. On a local disk this
+uses direct I/O: the page cache is slower, and would evict pages that training needs. If the file system
+refuses direct I/O, the same code writes through the cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Protocol
 from nnx_checkpoint.storage.files import explained, open_file
 
 ALIGNMENT = 4096
-"""Direct I/O needs positions, lengths and memory aligned to this (at most, on known file systems)."""
+"""Alignment of positions, lengths and memory for direct I/O (the largest of known file systems)."""
 
 
 _BUFFER = 8 << 20
@@ -31,36 +31,36 @@ _BUFFERS = 3
 
 
 _spare: list[mmap.mmap] = []
-"""Used without a lock, by steps that are whole in themselves: a signal's handler may save in between."""
+"""Used without a lock, by atomic steps only: a signal's handler may save between any two of them."""
 
 
 class Sink(Protocol):
-    """A new file that is written from its beginning to its end; errors are `CheckpointError`."""
+    """A new file that is written from beginning to end; its errors are `CheckpointError`."""
 
     def write(self, buffer: memoryview, length: int, position: int) -> None:
         """Add bytes.
 
         Args:
-            buffer: Page-aligned memory that begins with them; what follows may be overwritten.
-            length: The number of bytes that count.
-            position: The offset in the file where they belong, after those before.
+            buffer: Page-aligned memory that starts with the bytes; memory after them may be overwritten.
+            length: The number of bytes.
+            position: The offset of the bytes in the file, right after the last ones.
         """
 
     def finish(self, size: int) -> None:
-        """Make the file last, with this length."""
+        """Make the file durable, with this length."""
 
     def close(self) -> None:
-        """Close it; an unfinished file need not exist."""
+        """Close the file; an unfinished file may disappear."""
 
 
 class StreamWriter:
-    """Append bytes to a new file, which is there to stay after `finish`.
+    """Append bytes to a new file, which is durable after `finish`.
 
-    Used as a context manager: leaving it by an exception stops the thread and closes the file.
+    As a context manager it stops the thread and closes the file if the block raises.
 
     Args:
         sink: The file.
-        size: The length in bytes that it will have.
+        size: The final length in bytes.
 
     Raises:
         CheckpointError: The file cannot be written. Errors of the thread surface in the next `append` or
@@ -74,7 +74,7 @@ class StreamWriter:
         self._error: BaseException | None = None
         self._free: queue.Queue[mmap.mmap] = queue.Queue()
         self._full: queue.Queue[tuple[mmap.mmap, int, int] | None] = queue.Queue()
-        for buffer in _borrow():
+        for buffer in _take_buffers():
             self._free.put(buffer)
         self._buffer = self._free.get()
         self._view = memoryview(self._buffer)
@@ -83,15 +83,15 @@ class StreamWriter:
         self._is_alone = False
         try:
             self._thread.start()
-        except RuntimeError:  # Python 3.12 starts none for a background save that outlasts the program
+        except RuntimeError:  # Python 3.12 starts no thread for a background save after the program's end
             self._is_alone = True
 
     def append(self, data: memoryview) -> memoryview:
         """Add bytes to the file.
 
         Returns:
-            The copy of the bytes that will be written, if it is in one piece, else the bytes themselves.
-            It is fresh in the processor's cache, and valid until the next call.
+            The copy of the bytes in the write buffer if it is contiguous, else the bytes themselves. A
+            checksum of it is cheap, because it is in the processor's cache. It is valid until the next call.
         """
         if len(data) <= _BUFFER - self._filled:
             return self._put(data)
@@ -103,7 +103,7 @@ class StreamWriter:
         return data
 
     def finish(self) -> None:
-        """Write the rest and fsync the file."""
+        """Write the remaining bytes and fsync the file."""
         self._submit(last=True)
         self._stop()
         if self._error is not None:
@@ -122,7 +122,7 @@ class StreamWriter:
         with contextlib.suppress(queue.Empty):
             while True:
                 buffers.append(self._free.get_nowait())
-        _give_back(buffers)
+        _keep_buffers(buffers)
         self._sink.close()
 
     def _put(self, data: memoryview) -> memoryview:
@@ -160,20 +160,20 @@ class StreamWriter:
                 try:
                     with memoryview(buffer) as view:
                         self._sink.write(view, length, position)
-                except BaseException as error:  # handed to the caller
+                except BaseException as error:  # raised by the next `append` or `finish`
                     self._error = error
             self._free.put(buffer)
 
 
 class DirectFile:
-    """A file on a mounted file system, written around the page cache where that is possible.
+    """A file on a mounted file system, written around the page cache if possible.
 
     Args:
         path: The file, which must not exist.
         root: See `nnx_checkpoint.storage.files.parent_directory`.
 
     Raises:
-        CheckpointError: It cannot be created.
+        CheckpointError: The file cannot be created.
     """
 
     def __init__(self, path: Path, *, root: Path | None = None) -> None:
@@ -182,7 +182,7 @@ class DirectFile:
         _enter_direct(self._fd)
 
     def write(self, buffer: memoryview, length: int, position: int) -> None:
-        """Write full pages; `finish` cuts off the excess."""
+        """Write full pages; `finish` truncates the excess."""
         padded = -(-length // ALIGNMENT) * ALIGNMENT
         buffer[length:padded] = bytes(padded - length)
         data = buffer[:padded]
@@ -197,43 +197,43 @@ class DirectFile:
                 data, position = data[written:], position + written
 
     def finish(self, size: int) -> None:
-        """Cut the file to its length and force it to disk."""
+        """Truncate the file to its length and fsync it."""
         with explained("write", self._path):
             os.ftruncate(self._fd, size)
             os.fsync(self._fd)
 
     def close(self) -> None:
-        """Close it; a network's file system may tell only now that it could not write."""
+        """Close the file; a network file system may report a failed write only now."""
         with explained("write", self._path):
             os.close(self._fd)
 
 
 def _enter_direct(fd: int) -> None:
-    """Write around the page cache, where the file system can."""
+    """Write around the page cache, if the file system supports it."""
     with contextlib.suppress(OSError):
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
 
 
 def _leave_direct(fd: int) -> bool:
-    """Continue through the page cache; false if that is what happened already."""
+    """Switch to the page cache; return False if it was in use already."""
     direct = getattr(os, "O_DIRECT", 0)
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~direct)
     return bool(flags & direct)
 
 
-def _borrow() -> list[mmap.mmap]:
+def _take_buffers() -> list[mmap.mmap]:
     buffers: list[mmap.mmap] = []
     with contextlib.suppress(IndexError):
         while len(buffers) < _BUFFERS:
             buffers.append(_spare.pop())
-    # Private, because a forked process would otherwise write into the buffers of its parent and siblings.
+    # Private maps: a forked process would otherwise write into the buffers of its parent and siblings.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return buffers + [mmap.mmap(-1, _BUFFER, flags=flags) for _ in range(_BUFFERS - len(buffers))]
 
 
-def _give_back(buffers: list[mmap.mmap]) -> None:
-    """Keep one set for the next save: fresh memory costs more than writing to it."""
+def _keep_buffers(buffers: list[mmap.mmap]) -> None:
+    """Keep one set of buffers for the next save: allocating memory costs more than writing it."""
     _spare.extend(buffers)
     del _spare[_BUFFERS:]

@@ -1,1 +1,1 @@
-"""Files of `torch.save` read without running code, and the cost of a pickle before it is read."""
+"""Read files of `torch.save` without running their code, and bound the cost of a pickle beforehand."""

@@ -1,10 +1,9 @@
-"""Classes that are restored without trust.
+"""List the classes that unpickling restores with ``weights_only=True``.
 
 Files of Lightning and of users hold a few harmless types that torch's restricted unpickler does not know:
-paths, argparse's Namespace, numpy's scalars and arrays. Others it refuses to fill even if it is told that
-they are safe, because they are neither a plain dict nor a plain list; for these it makes a plain one,
-which `StandIns` replaces afterwards. Nothing here runs code that a file brings along: each class only
-holds data.
+paths, argparse's Namespace, numpy's scalars and arrays. It also refuses to fill subclasses of dict and list,
+even if they are registered as safe. For these it fills a plain dict or list, which `StandIns` replaces
+afterwards. Nothing here runs code from a file: each class only holds data.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _NUMPY_KINDS = "?bBhHiIlLqQefdgFDGSUMm"
 
 
 class Inert:
-    """Stands in for a class of another program: keeps its arguments and does nothing."""
+    """A stand-in for a class of another program, which keeps the arguments and does nothing."""
 
     arguments: tuple[Any, ...] = ()
     state: Any = None
@@ -50,13 +49,13 @@ class Inert:
 
 
 def harmless() -> list[Any]:
-    """Classes and functions that only make data out of data, or pairs of one and its pickled name."""
+    """Return classes and functions that only make data from data, or pairs of one and its pickled name."""
     plain = [argparse.Namespace, frozenset, list, dict, tuple, int, float, str, bytes, bool, slice, range]
     return [*plain, *_paths(), *_numpy()]
 
 
 def _paths() -> list[tuple[Any, str]]:
-    """A path of another system cannot be made here; its pure form can."""
+    """Return the path classes; paths of another system get their pure form, which works on every system."""
     kinds = {
         "PosixPath": pathlib.PosixPath if pathlib.Path is not pathlib.WindowsPath else pathlib.PurePosixPath,
         "WindowsPath": pathlib.PureWindowsPath,
@@ -67,7 +66,7 @@ def _paths() -> list[tuple[Any, str]]:
 
 
 _PATHLIB = ("pathlib", "pathlib._local")
-"""Python 3.13 names the module that it split off, in what it pickles."""
+"""The module name in pickles of Python 3.13, which moved the classes."""
 
 
 def _numpy() -> list[Any]:
@@ -82,19 +81,19 @@ def _numpy() -> list[Any]:
 
 
 def refuse_endless(tree: Any, *, nbytes: int, source: str, records: tuple[type, ...] = ()) -> None:
-    """Refuse nested containers with far more in them than the bytes they were read from can hold.
+    """Refuse nested containers with far more items than their bytes can hold.
 
-    A list that holds another one twice, which holds the next one twice, and so on, has 2^40 leaves in two
-    kilobytes, and whoever walks over it never ends.
+    A list that holds another list twice, which holds the next one twice, and so on, has 2^40 leaves in two
+    kilobytes: a walk over it never ends.
 
     Args:
-        tree: The tree that was read.
-        nbytes: The number of bytes that it was read from.
+        tree: The unpickled tree.
+        nbytes: The number of bytes of its source.
         source: Path of the file, for messages.
-        records: Further classes, into whose attributes is looked.
+        records: Further classes whose attributes are counted.
 
     Raises:
-        CheckpointError: There are more objects in it than a million and than bytes.
+        CheckpointError: The tree has more objects than a million and than its bytes.
     """
     left, pending = max(MOST_OBJECTS, nbytes), [tree]
     while pending:
@@ -112,15 +111,15 @@ def refuse_endless(tree: Any, *, nbytes: int, source: str, records: tuple[type, 
         if left < 0:
             raise CheckpointError(
                 f"'{source}' nests more than {max(MOST_OBJECTS, nbytes):,} objects in {nbytes:,} bytes.",
-                remedy="No training program writes that; use another checkpoint.",
+                remedy="No training program writes such a file; use another checkpoint.",
             )
 
 
 class StandIns:
-    """Plain containers in place of special ones, for one load.
+    """Plain stand-ins for special containers during one load.
 
     Args:
-        inert: Names of classes of other programs; `Inert` takes the place of each.
+        inert: Names of classes of other programs; `Inert` replaces each.
     """
 
     def __init__(self, inert: Sequence[str] = ()) -> None:
@@ -153,7 +152,7 @@ class StandIns:
         return made
 
     def restore(self, tree: Any) -> Any:
-        """The same tree with the real containers."""
+        """Return the same tree with the real containers."""
         if not self._made:
             return tree
         if isinstance(tree, dict):
@@ -170,7 +169,7 @@ class StandIns:
 
 
 def _attribute_dict(module: str, items: dict[Any, Any]) -> dict[Any, Any]:
-    """Lightning's class if one of its packages is here, else a plain dict."""
+    """Return Lightning's class if one of its packages is installed, else a plain dict."""
     for candidate in (module, *_ATTRIBUTE_DICTS):
         try:
             made: dict[Any, Any] = importlib.import_module(candidate).AttributeDict()

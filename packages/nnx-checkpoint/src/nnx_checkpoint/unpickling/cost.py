@@ -1,10 +1,14 @@
-"""Compute the cost of unpickling a file before it is unpickled: memory, time, and depth.
+"""Compute the memory, time and depth that unpickling a file costs, before unpickling it.
 
-A pickle makes an empty list, of 64 bytes, with each of its own bytes. A tuple that holds one twice, which
-holds one twice, and so on, is looked through to the end when it becomes a key. Keys of one hash are compared
-with each other, every two of them. The hash of a tuple that is nested too deeply ends the process. A tensor
-without data, of as many elements as its size says, is iterated where a list or a number is expected. So the
-operations of a pickle are followed first, without making anything.
+A malicious pickle attacks the unpickler in several ways:
+
+- Each byte of it can make an empty list of 64 bytes.
+- A tuple that holds a tuple twice, which holds one twice, and so on, is hashed to the end as a key.
+- Keys with equal hashes are compared in pairs.
+- The hash of a tuple that is nested too deeply crashes the process.
+- A tensor without data can claim any number of elements, and is iterated in place of a list or a number.
+
+So this module first follows the operations of a pickle, without making any object.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ _MEMORY = {
     **dict.fromkeys(("TUPLE1", "TUPLE2", "TUPLE3", "TUPLE", "FROZENSET", "REDUCE", "NEWOBJ"), 64),
     **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES"), 56),
 }
-"""Roughly how many bytes an operation of a pickle takes, beside those of what it holds and a place for it."""
+"""The approximate bytes of the object that an operation makes, without its content and its slot."""
 _PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
 _GETS = ("GET", "BINGET", "LONG_BINGET")
 _PLAIN = {
@@ -62,21 +66,21 @@ _CONTAINERS = {
     *(f"collections {name}" for name in ("Counter", "OrderedDict", "defaultdict", "deque")),
     "torch Size",
 }
-"""Classes that iterate their arguments; no pickler gives them anything but lists, tuples and dicts."""
+"""Classes that iterate their arguments; picklers pass them lists, tuples and dicts only."""
 _COMPLEX = ("builtins complex", "__builtin__ complex")
 
 _MARK, _PUT, _GET, _TO_MARK = -1, -2, -3, -4
-"""How many objects an operation takes, where that is not a number."""
+"""Codes for operations that take no fixed number of objects."""
 
 
 class _Item:
     """An object on the stack.
 
     Attributes:
-        weight: How much its hash looks at.
-        depth: How deeply it is nested.
-        called: True if a call made it that may have made a tensor.
-        what: A number, a text, the name of a class, a `_Tuple`, or a `_Filled` once something is in it.
+        weight: The number of objects that its hash visits.
+        depth: Its nesting depth.
+        called: True if it is the result of a call that may return a tensor.
+        what: A number, a text, the name of a class, a `_Tuple`, or a `_Filled` for a filled container.
     """
 
     __slots__ = ("called", "depth", "weight", "what")
@@ -88,7 +92,7 @@ class _Item:
         self.what = what
 
     def hashed(self) -> int | None:
-        """Its hash, where that can be foreseen."""
+        """Return its hash if it is predictable, else None."""
         if isinstance(self.what, _Tuple):
             return self.what.hashed
         return None if self.what is None or isinstance(self.what, _Filled) else hash(self.what)
@@ -100,7 +104,7 @@ class _Filled:
     __slots__ = ("counts", "depth", "hashes", "weight")
 
     def __init__(self) -> None:
-        self.hashes: list[int] = []  # of the items of a list, which may become a set
+        self.hashes: list[int] = []  # hashes of a list's items: the list may become a set
         self.weight = self.depth = 0
         self.counts = HashCounts()
 
@@ -117,7 +121,7 @@ class _Tuple:
 
 
 class _Hash:
-    """Has a hash, as it is: that of an integer of 64 bits is another."""
+    """An object with exactly this hash (the hash of a 64-bit integer differs from its value)."""
 
     __slots__ = ("_hash",)
 
@@ -130,7 +134,7 @@ class _Hash:
 
 
 def _effect(operation: pickletools.OpcodeInfo) -> tuple[int, int, int]:
-    """The bytes that an operation takes, and how many objects it takes from the stack and puts there."""
+    """Return the bytes of an operation's object, and the numbers of objects that it pops and pushes."""
     before, given = operation.stack_before, len(operation.stack_after)
     taken = len(before)
     if operation.name == "MARK":
@@ -139,7 +143,7 @@ def _effect(operation: pickletools.OpcodeInfo) -> tuple[int, int, int]:
         taken = _PUT
     elif operation.name in _GETS:
         taken = _GET
-    elif pickletools.markobject in before:  # with something before the mark, it is a container
+    elif pickletools.markobject in before:  # it takes an object before the mark: the container
         taken, given = _TO_MARK, given * (before[0] is pickletools.markobject)
     return 8 + _MEMORY.get(operation.name, 0), taken, given
 
@@ -148,21 +152,21 @@ _EFFECTS = {operation.name: _effect(operation) for operation in pickletools.opco
 
 
 def refuse_swollen(file: IO[bytes], *, nbytes: int, source: str) -> None:
-    """Refuse a file of ``torch.save`` whose pickle costs far more than the file has bytes.
+    """Refuse a file of ``torch.save`` whose pickle costs far more than its bytes.
 
     Args:
         file: The file, or its bytes read so far.
-        nbytes: Its size.
-        source: Its path, for messages.
+        nbytes: The size of the file.
+        source: The path of the file, for messages.
 
     Raises:
-        CheckpointError: The objects take more than 48 MB and three times the file, a million of them wait to
-            be put somewhere, a tuple holds more than a million and than the file has bytes, keys look at as
-            many, have one hash, or are nested more than a thousand deep, or a tensor may be iterated.
+        CheckpointError: The objects take more than 48 MB and three times the file; the stack has a million
+            objects; a tuple or the keys hold more than a million objects and than the file has bytes; keys
+            share one hash or are nested more than a thousand deep; or a tensor may be iterated.
     """
     if not zipfile.is_zipfile(file):
         file.seek(0)
-        for _ in range(5):  # the old format is as many pickles, and the elements of tensors after them
+        for _ in range(5):  # the old format has this many pickles, followed by the elements of tensors
             refuse_swollen_pickle(file, nbytes=nbytes, source=source)
         return
     with zipfile.ZipFile(file) as archive:
@@ -172,12 +176,12 @@ def refuse_swollen(file: IO[bytes], *, nbytes: int, source: str) -> None:
 
 
 def refuse_swollen_pickle(pickled: IO[bytes], *, nbytes: int, source: str) -> None:
-    """As `refuse_swollen`, for one pickle."""
+    """Refuse one pickle that costs far more than its bytes; see `refuse_swollen`."""
     _Following(nbytes, source).follow(pickled)
 
 
 class _Following:
-    """Follows one pickle; its arguments are those of `refuse_swollen`."""
+    """Follows the operations of one pickle, with the arguments of `refuse_swollen`."""
 
     def __init__(self, nbytes: int, source: str) -> None:
         self._source = source
@@ -186,10 +190,10 @@ class _Following:
         self._looked_at = 0
 
     def follow(self, pickled: IO[bytes]) -> None:
-        """Follow it to its end, or to the first damage, which unpickling reports."""
+        """Follow the pickle to its end, or to the first damage (which unpickling reports)."""
         most_memory = 3 * self._nbytes + (48 << 20)
         stack: list[_Item] = []
-        below: list[list[_Item]] = []  # what lies below each mark
+        below: list[list[_Item]] = []  # the stack below each mark
         memo: dict[Any, _Item] = {}
         memory = waiting = 0
         with contextlib.suppress(ValueError, IndexError):
@@ -226,9 +230,9 @@ class _Following:
                     raise self._refusal("makes so many objects that they fill the memory")
 
     def _made(self, name: str, argument: Any, items: list[_Item]) -> _Item:
-        """Return the values that an operation puts onto the stack."""
+        """Return the object that an operation pushes onto the stack."""
         if name == "BUILD" and items[1].called:
-            raise self._refusal("restores an object from what is no dict")
+            raise self._refusal("restores an object from a value that is not a dict")
         if name in ("APPEND", "SETITEM", "BUILD"):
             if name != "BUILD":
                 self._fill(name, items[0], items[1:])
@@ -246,26 +250,26 @@ class _Following:
             self._name_storage(items[0].what)
         elif called:
             if not isinstance(items[1].what, _Tuple):
-                raise self._refusal("calls a class with what is no tuple")
+                raise self._refusal("calls a class with arguments that are not a tuple")
             self._call(made, items[0].what, items[1].what.items)
         return made
 
     def _name_storage(self, named: Any) -> None:
-        """Make sure that a storage is named by texts, and has a number of elements."""
+        """Refuse a storage unless texts name it and a number gives its elements."""
         values = [item.what for item in named.items] if isinstance(named, _Tuple) else []
         if len(values) != 5 or not isinstance(values[2], str) or type(values[4]) is not int:
-            raise self._refusal("names a storage otherwise than torch.save does")
+            raise self._refusal("names a storage in another form than torch.save does")
 
     def _call(self, made: _Item, name: Any, arguments: list[_Item]) -> None:
-        """Let a class make something: sets hash what they hold, complex numbers have hashes."""
+        """Follow the call of a class: sets hash their items, complex numbers have hashes."""
         values = [item.what for item in arguments]
-        if name == "_codecs encode":  # which makes bytes, in old pickles
+        if name == "_codecs encode":  # makes bytes in old pickles
             made.called = False
         if name in _CONTAINERS:
             made.called = False
             # The first argument of a defaultdict is a function.
             if any(item.called for item in arguments[name == "collections defaultdict" :]):
-                raise self._refusal("makes a container of what is no list")
+                raise self._refusal("makes a container from a value that is not a list")
         if name in _SETS and values and isinstance(values[0], _Filled):
             made.what = _Filled()
             self._count(made.what, values[0].hashes, values[0].weight, values[0].depth)
@@ -274,7 +278,7 @@ class _Following:
                 made.what = complex(*values)
 
     def _fill(self, name: str, container: _Item, items: list[_Item]) -> None:
-        """Note what goes into a list, a set or a dict."""
+        """Record the items that go into a list, a set or a dict."""
         if container.what is None:
             container.what = _Filled()
         inside = container.what
@@ -291,10 +295,10 @@ class _Following:
             self._count(inside, hashes, weight, depth)
 
     def _count(self, inside: _Filled, hashes: list[int], weight: int, depth: int) -> None:
-        """Let keys be looked at."""
+        """Count the visits of hashing and comparing keys."""
         self._looked_at += weight
         if self._looked_at > self._most:
-            raise self._refusal("has keys that take too long to look at")
+            raise self._refusal("has keys that take too long to hash and compare")
         if depth > _DEEPEST_KEY:
             raise self._refusal("has a key that is nested too deeply")
         try:

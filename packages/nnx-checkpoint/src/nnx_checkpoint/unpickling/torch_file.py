@@ -1,7 +1,7 @@
-"""Files of ``torch.save``: their structure without their data, and without running what they bring along.
+"""Read the structure of files of ``torch.save`` without their data, and without running their code.
 
-Tensors become `FileTensor`, which says where in the file the elements are. Everything else is unpickled by
-torch's restricted unpickler, with a few more harmless classes allowed.
+Tensors become `FileTensor`, which has the position of the elements in the file. torch's restricted unpickler
+restores everything else, with a few more harmless classes allowed.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ __all__ = [
 
 _LARGEST_PICKLE = 256 << 20
 _SMALL = 64 << 20
-"""Bytes that an expanded tensor, or all records, may take beyond four times their file's."""
+"""Bytes that an expanded tensor, or all records, may take in addition to four times the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor that is still in its file.
+    """A tensor whose elements stay in a file.
 
     Attributes:
         shape: Its shape.
@@ -79,36 +79,36 @@ class FileTensor:
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """The order of its dims in which the elements lie without gaps, if there is one."""
+        """The order of dims in which the elements are contiguous; None if no order is."""
         order = tuple(sorted(range(len(self.shape)), key=lambda dim: -self.stride[dim]))
         return order if self.permute(order).is_contiguous else None
 
     def permute(self, order: Sequence[int]) -> FileTensor:
-        """The same elements with the dims in another order."""
+        """Return the same elements with the dims in another order."""
         shape, stride = (tuple(extents[dim] for dim in order) for extents in (self.shape, self.stride))
         return FileTensor(shape, self.dtype, stride, self.path, self.start)
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def extent(self) -> int:
-        """Bytes from its first element to its last, with what lies between."""
+        """Bytes from the first element to the last, with all bytes between."""
         if self.numel == 0:
             return 0
         last = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.stride, strict=True))
         return (last + 1) * self.dtype.itemsize
 
     def entry(self, name: str) -> TensorEntry:
-        """Describe it for the index; only a contiguous tensor is one piece of its file."""
+        """Return the tensor's entry for the index (only a contiguous tensor is one piece)."""
         nbytes = self.numel * self.dtype.itemsize
         piece = Piece(Box.whole(self.shape), str(self.path), self.start, nbytes)
         return TensorEntry(name, self.shape, str(self.dtype).removeprefix("torch."), (piece,))
 
     def read(self) -> Tensor:
-        """Read it into new memory."""
+        """Read the tensor into new memory."""
         if self.numel == 0:
             return torch.empty(self.shape, dtype=self.dtype)
         raw = bytearray(read_exactly(self.path, self.extent, start=self.start))
@@ -122,16 +122,16 @@ def load_torch_file(
 
     Args:
         path: The file.
-        weights_only: False unpickles freely and maps the data into memory instead.
-        known: Further classes, or pairs of one and its pickled name, that may be restored.
-        inert: Prefixes of names of classes that are replaced by `Inert`.
+        weights_only: False unpickles without restriction and maps the data into memory.
+        known: Further allowed classes, or pairs of one and its pickled name.
+        inert: Prefixes of names of classes that `Inert` replaces.
 
     Returns:
         The saved object; `FileTensor` in place of every tensor (a tensor itself in files of the old format,
         or with ``weights_only=False``).
 
     Raises:
-        CheckpointError: The file is damaged, or names something that is not safe to restore.
+        CheckpointError: The file is damaged, or names a class that is not safe to restore.
     """
     if not is_file(path):
         raise CheckpointError(f"'{path}' is missing.", remedy="Restore it, or use another checkpoint.")
@@ -145,18 +145,18 @@ def load_torch_file(
         return _load_safely(path, zipped=zipped, known=known, inert=inert)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever damage or the pickle makes it raise
+    except Exception as error:  # damage or a pickle may raise anything
         reason = str(error).strip().split("\n")[0]
         raise CheckpointError(
             f"cannot read '{path}': {type(error).__name__}: {reason}",
-            remedy="If it is whole and you trust whoever wrote it, pass `weights_only=False`."
+            remedy="If the file is intact and you trust its author, pass `weights_only=False`."
             if weights_only
             else "Restore it from a backup, or use another checkpoint.",
         ) from error
 
 
 def mentions(path: Path, *words: str) -> bool:
-    """Whether all these words stand in the pickle of a file of ``torch.save``, which is not unpickled."""
+    """Return True if the pickle of a file of ``torch.save`` contains all words (unpickle nothing)."""
     if not is_file(path):
         return False
     try:
@@ -167,33 +167,36 @@ def mentions(path: Path, *words: str) -> bool:
             if pickled is None or pickled.file_size > min(_LARGEST_PICKLE, 4 * path.stat().st_size + _SMALL):
                 return False
             raw = archive.read(pickled)
-    except Exception:  # a damaged zip file makes `zipfile` raise errors of six kinds; who opens it says which
+    except Exception:  # `zipfile` raises six kinds of errors for damage; opening reports them
         return False
     return all(word.encode() in raw for word in words)
 
 
 def _refuse_truncated(path: Path, *, zipped: bool) -> None:
-    """The list of a zip file's contents is its end, so a part of one looks like no zip file at all."""
+    """Refuse a truncated file: a zip file's directory is at its end, so a truncated one is no zip file."""
     if not zipped and read_exactly(path, min(4, path.stat().st_size)) == b"PK\x03\x04":
         raise CheckpointError(
-            f"'{path}' is truncated: its end, where a file of torch.save lists its contents, is missing.",
+            f"'{path}' is truncated: the end of the file, with the list of its contents, is missing.",
             remedy="Restore it from a backup, or use another checkpoint.",
         )
 
 
 def _refuse_inflated(path: Path) -> None:
-    """Records that are compressed, or share bytes, can hold far more than the file: a zip bomb."""
+    """Refuse a zip bomb: records that are compressed or share bytes can hold far more than the file."""
     size = path.stat().st_size
     with zipfile.ZipFile(path) as archive:
         nbytes = sum(entry.file_size for entry in archive.infolist())
     if nbytes > 4 * size + _SMALL:
         raise CheckpointError(
             f"'{path}' claims to hold {nbytes:,} bytes, and has {size:,}.",
-            remedy="torch.save compresses nothing; use another checkpoint, or save it anew.",
+            remedy="torch.save never compresses; use another checkpoint, or save it again with torch.",
         )
 
 
 def _load_safely(path: Path, *, zipped: bool, known: Sequence[Any], inert: Sequence[str]) -> Any:
+    # The order of the guards matters. The cost of the pickle comes before torch scans it, its names before it
+    # is unpickled, the number of its objects before `restore` walks over them, and the end of each record
+    # before a tensor refers to it.
     with path.open("rb") as file:
         refuse_swollen(file, nbytes=path.stat().st_size, source=str(path))
     with safe_globals([*harmless(), *known]):
@@ -215,14 +218,14 @@ def _load_safely(path: Path, *, zipped: bool, known: Sequence[Any], inert: Seque
 
 def _unsafe(path: Path, names: Sequence[str]) -> CheckpointError:
     return CheckpointError(
-        f"'{path}' holds objects that only code of their own can restore: {', '.join(sorted(names))}.",
-        remedy="If you trust whoever wrote it, pass `weights_only=False`. Otherwise have it saved without "
+        f"'{path}' holds objects that only their own code can restore: {', '.join(sorted(names))}.",
+        remedy="If you trust its author, pass `weights_only=False`. Otherwise have it saved without "
         "them (hyperparameters: `self.save_hyperparameters(ignore=[...])`).",
     )
 
 
 def _is_mappable(path: Path) -> bool:
-    """Return True if tensors stand in the file as in memory: neither compressed nor of another byte order."""
+    """Return True if tensors have their memory format in the file: uncompressed, native byte order."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         order = [entry for entry in entries if entry.filename.endswith("/byteorder")]
@@ -232,21 +235,21 @@ def _is_mappable(path: Path) -> bool:
 
 
 def _record_stops(path: Path, places: Mapping[str, int]) -> dict[int, int]:
-    """For each position where a storage begins, where its record ends.
+    """Return the end of the record for each position of a storage.
 
     Raises:
-        BadZipFile: The list of contents names a record otherwise than the record itself.
-        CheckpointError: Two records have one name, so that readers may take either.
+        BadZipFile: The directory of the archive and a record disagree about the record's name.
+        CheckpointError: Two records have one name, so that readers may read either.
     """
     with zipfile.ZipFile(path) as archive:
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         if len(entries) != len(archive.infolist()):
             raise CheckpointError(
-                f"'{path}' has two records of one name.", remedy="Use another checkpoint; torch writes none."
+                f"'{path}' has two records with one name.", remedy="torch never does; use another checkpoint."
             )
         for name in places:
-            archive.open(entries[name]).close()  # compares the names
-    length = path.stat().st_size
+            archive.open(entries[name]).close()  # compares the name with the record's own
+    length = path.stat().st_size  # a record may claim to reach beyond the file
     return {place: min(place + entries[name].compress_size, length) for name, place in places.items()}
 
 
@@ -256,7 +259,7 @@ def _located(value: Any, path: Path, stops: Mapping[int, int]) -> Any:
     if any(stride < 0 for stride in value.stride()):
         raise CheckpointError(
             f"'{path}' claims a tensor with strides {value.stride()}.",
-            remedy="torch has no negative ones; use another checkpoint.",
+            remedy="torch has no negative strides; use another checkpoint.",
         )
     nbytes, most = value.numel() * value.dtype.itemsize, 4 * path.stat().st_size + _SMALL
     if nbytes > most:
@@ -291,9 +294,9 @@ def map_tree(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def map_paths(tree: Any, change: Callable[[tuple[str, ...], Any], Any], path: tuple[str, ...] = ()) -> Any:
-    """As `map_tree`; `change` is also told the keys and positions that lead to a leaf."""
+    """Replace leaves like `map_tree`; `change` also gets the keys and positions that lead to a leaf."""
     if isinstance(tree, dict):
-        made = copy.copy(tree)  # an OrderedDict with attributes, a defaultdict and so on stay what they are
+        made = copy.copy(tree)  # keep subclasses: defaultdict, OrderedDict with attributes
         for key, value in tree.items():
             made[key] = map_paths(value, change, (*path, str(key)))
         return made
@@ -312,30 +315,30 @@ def map_paths(tree: Any, change: Callable[[tuple[str, ...], Any], Any], path: tu
 
 
 def read_tensors(tree: Any) -> Any:
-    """Return the same tree with every `FileTensor` read: for small trees, such as the state of callbacks."""
+    """Return the same tree with every `FileTensor` read (for small trees, such as states of callbacks)."""
     return map_tree(tree, lambda value: value.read() if isinstance(value, FileTensor) else value)
 
 
-# The data files of `torch.distributed.checkpoint` are many files of ``torch.save`` end to end, most of which
-# hold one tensor. Where its elements are is found from a few hundred bytes: from the zip's directory and from
-# the pickle, which is read by an unpickler that knows nothing but tensors and calls nothing of torch.
+# The data files of `torch.distributed.checkpoint` are many files of ``torch.save`` end to end, most with one
+# tensor. A few hundred bytes give the position of its elements: the zip's directory and the pickle. An
+# unpickler that knows nothing but tensors reads the pickle, and calls nothing of torch.
 
 
 _LONGEST_PICKLE = 1 << 16
-"""A tensor's pickle has some 200 bytes."""
+"""Largest pickle of a single tensor; a usual one has 200 bytes."""
 _READ_AT_ONCE = 1 << 14
-"""Bytes that cost less to read than a dozen short reads."""
+"""Bytes to read at once, because a dozen short reads cost more."""
 _LOCAL = struct.Struct("<26xHH")
 """The beginning of a record in a zip file, with the lengths of its name and of its extra field."""
 
 
 class _FilePart(io.RawIOBase):
-    """A part of an open file, as a file of its own.
+    """A slice of an open file, as a file object.
 
     Args:
         reader: The file.
-        start: Position of its first byte.
-        length: The number of its bytes.
+        start: Position of the first byte of the slice.
+        length: Length of the slice in bytes.
     """
 
     def __init__(self, reader: FileReader, start: int, length: int) -> None:
@@ -372,19 +375,19 @@ class _FilePart(io.RawIOBase):
 
 
 def locate_tensor(reader: FileReader, path: Path, start: int, length: int) -> FileTensor | None:
-    """Find the elements of a tensor that ``torch.save`` wrote alone into a part of a file.
+    """Find the elements of a tensor that ``torch.save`` wrote alone into a slice of a file.
 
     Args:
         reader: The file.
-        path: Its path.
-        start: Position of the part's first byte.
-        length: The number of its bytes.
+        path: The path of the file.
+        start: Position of the first byte of the slice.
+        length: Length of the slice in bytes.
 
     Returns:
         The tensor; None if the stored bytes are not its plain values, so that it has to be loaded.
 
     Raises:
-        Exception: There is something else, or it is damaged or malicious; of whatever kind.
+        Exception: The slice holds another object, or is damaged or malicious (any type of exception).
     """
     part: IO[bytes] = cast("IO[bytes]", _FilePart(reader, start, length))
     if length <= _READ_AT_ONCE:
@@ -392,7 +395,7 @@ def locate_tensor(reader: FileReader, path: Path, start: int, length: int) -> Fi
     with zipfile.ZipFile(part) as archive:
         records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         if len(records) != len(archive.infolist()):
-            raise ValueError("it has two records of one name")
+            raise ValueError("it has two records with one name")
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in records.values()):
             raise ValueError("its records are compressed")
         pickled, order = (_small_record(archive, records.get(name)) for name in ("data.pkl", "byteorder"))
@@ -419,7 +422,7 @@ def locate_tensor(reader: FileReader, path: Path, start: int, length: int) -> Fi
 
 
 def _small_record(archive: zipfile.ZipFile, entry: zipfile.ZipInfo | None) -> bytes:
-    """The bytes of a record; none where there is no such record."""
+    """Return the bytes of a record; none where there is no such record."""
     if entry is None:
         return b""
     if entry.file_size > _LONGEST_PICKLE:
@@ -432,12 +435,12 @@ class _Described:
     """A tensor as its pickle describes it.
 
     Attributes:
-        storage: Name of the record that has its elements, below ``data/``.
+        storage: Name of the record with its elements, below ``data/``.
         dtype: Its element type.
         offset: The number of elements that precede its first one in the record.
         shape: Its shape.
         stride: Its strides, in elements.
-        plain: True if the stored elements are its values as they are.
+        plain: True if the stored elements are its values unchanged (no conjugate or negative bit).
     """
 
     storage: str
@@ -457,23 +460,23 @@ def _describe(
     hooks: Any,
     *more: Any,
 ) -> _Described:
-    """Stand in for torch's ``_rebuild_tensor_v2`` and ``_rebuild_tensor_v3``."""
+    """Replace torch's ``_rebuild_tensor_v2`` and ``_rebuild_tensor_v3``."""
     key, dtype_name = storage
     names = [value for value in more if isinstance(value, str)]
     flags = [value for value in more if isinstance(value, Mapping) and value]
     dtype = getattr(torch, names[0] if names else dtype_name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{dtype} is no element type")
+        raise ValueError(f"{dtype} is not an element type")
     return _Described(key, dtype, offset, tuple(shape), tuple(stride), not flags)
 
 
 def _first(value: Any, *more: Any) -> Any:
-    """Stand in for torch's ``_rebuild_parameter``."""
+    """Replace torch's ``_rebuild_parameter``."""
     return value
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Knows how torch pickles tensors, and nothing else."""
+    """An unpickler for tensors of torch and nothing else."""
 
     def __init__(self, raw: bytes) -> None:
         super().__init__(io.BytesIO(raw))

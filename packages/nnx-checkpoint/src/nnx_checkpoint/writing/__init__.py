@@ -1,1 +1,1 @@
-"""From shards to files: plan which rank writes what, write, commit."""
+"""Save shards to files: assign boxes to ranks, write, commit."""

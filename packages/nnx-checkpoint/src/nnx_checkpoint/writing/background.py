@@ -1,7 +1,7 @@
 """Save in the background.
 
-Planning, hashing, writing and committing happen in the thread, over a process group of their own, because
-two threads must not use one group.
+A thread plans, hashes, writes and commits over its own process group, because two threads must not use one
+group.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _arena = Arena()
 def save_async(request: SaveRequest) -> PendingSave:
     """Copy the state of a request, and write the checkpoint in the background.
 
-    The tensors and objects may change as soon as this returns. A save that is still in flight is awaited
-    first. The copy takes CPU memory as large as this rank's tensors, which is kept for the next save.
+    You may change the tensors and objects as soon as this returns. The call first waits for a save in flight.
+    The copy takes CPU memory as large as this rank's tensors, which the next save reuses.
 
     Returns:
-        The save in flight: ask it with ``done()``, or ``wait()`` for it, on every rank. The next save raises
-        the error of a save that nobody awaited; Python waits for it at exit.
+        The save in flight: call its ``done()``, or its ``wait()`` on every rank. Without ``wait()``, the next
+        save raises its error, and Python waits for it at exit.
 
     Raises:
         CheckpointError: The previous save failed, or in a single process, an object cannot be saved. If only
@@ -56,24 +56,25 @@ def save_async(request: SaveRequest) -> PendingSave:
 
 
 def poll(*, collective: bool = True) -> None:
-    """Take notice of a save that has ended, between two steps of training.
+    """Raise the error of a background save if it has ended and failed. Call it between two training steps.
 
     Args:
-        collective: Also of one in which all ranks have a part; then every rank must call this at the
-            same point, and they take notice together.
+        collective: True also polls a save of all ranks. Then every rank must call this at the same point,
+            and all ranks raise together.
 
     Raises:
-        CheckpointError: The save failed; on every rank that has a part in it.
+        CheckpointError: The save failed (on every rank of the save).
     """
     save = inflight.current()
     if save is None or (save.collective and not collective):
         return
+    # A rank whose thread ended first must not raise alone: the others would wait in the next collective.
     if _ended_everywhere(save.done()) if save.collective else save.done():
         inflight.settle()
 
 
 def release() -> None:
-    """Give the memory of the copy back; only while no save is in flight."""
+    """Free the memory of the copy (only while no save is in flight)."""
     global _arena  # noqa: PLW0603 - one for the process
     _arena = Arena()
 
@@ -85,9 +86,9 @@ def _ended_everywhere(here: bool) -> bool:
 
 
 def _make_directory(place: Place) -> bool:
-    """Make the checkpoint's name exist from now on, for callers that choose the next name by it."""
+    """Create the checkpoint's directory now: callers choose the next free name by it."""
     path = place.location
-    with contextlib.suppress(OSError):  # the save itself will say what is wrong
+    with contextlib.suppress(OSError):  # the save itself reports the error
         if isinstance(path, Path) and not path.exists():
             path.mkdir(parents=True)
             return True
@@ -99,6 +100,6 @@ def _complete(save: Save, made: bool) -> None:
         save.complete()
     except BaseException:
         if made:
-            with contextlib.suppress(OSError):  # it is gone, or not empty: something is there after all
+            with contextlib.suppress(OSError):  # removed meanwhile, or not empty: another save uses it
                 Path(str(save.path)).rmdir()
         raise

@@ -1,9 +1,9 @@
 """Collect garbage on request.
 
-What a running save or conversion is writing is never touched: the lock of saves tells, or on places without
-locks the order of saves. `cp -r` and rsync hold no lock, so conversions, and what is newer than the
-committed save, are left alone while they change. Neither is a committed save touched, nor any complete one
-unless the caller says how many to keep.
+Collection never removes files of a running save: it takes the lock of saves, or without locks compares the
+order of saves. `cp -r` and rsync hold no lock, so it keeps conversions and saves newer than the committed one
+while they still change. It never removes the committed save, and removes other complete saves only if the
+caller limits their number.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """Something that no checkpoint needs.
+    """A file or directory that no checkpoint needs.
 
     Attributes:
-        path: The path of it.
+        path: Its path.
         kind: ``unfinished save``, ``previous save``, ``temporary manifest`` or ``unfinished conversion``.
         nbytes: Bytes of its files.
     """
@@ -43,11 +43,11 @@ class Garbage:
 
 @dataclass(frozen=True, slots=True)
 class Spared:
-    """Something that was left alone.
+    """A file or directory that looked like garbage and was kept.
 
     Attributes:
-        path: The path of it.
-        why: The reason, for people.
+        path: Its path.
+        why: The reason as text.
     """
 
     path: str
@@ -56,12 +56,12 @@ class Spared:
 
 @dataclass(slots=True)
 class Collected:
-    """What a collection did, or would do.
+    """The result of a collection or of a dry run.
 
     Attributes:
         removed: The files and directories that were removed.
-        spared: The paths that looked like garbage and were left alone.
-        failed: The paths that could not be looked at or removed, and why.
+        spared: The paths that looked like garbage and were kept.
+        failed: The paths that could not be inspected or removed, with the reason.
     """
 
     removed: list[Garbage] = field(default_factory=list)
@@ -70,27 +70,26 @@ class Collected:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were freed."""
+        """The freed bytes."""
         return sum(item.nbytes for item in self.removed)
 
 
 def collect_garbage(
     location: Location, *, keep_previous: int | None = None, min_age: float = _HOUR, dry_run: bool = False
 ) -> Collected:
-    """Remove what no checkpoint needs, in a checkpoint or in all below a directory.
+    """Remove files that no checkpoint needs, in one checkpoint or in all below a directory.
 
-    An error at one path is noted in `Collected.failed`, and the others are collected.
+    An error at one path is added to `Collected.failed`, and collection continues.
 
     Args:
         location: A checkpoint of our own format, or a directory with checkpoints.
         keep_previous: The number of earlier complete saves of each checkpoint to keep, newest first; None
             keeps all of them.
-        min_age: Seconds since the last change of an unfinished save or conversion that make sure nobody
-            writes or copies it.
-        dry_run: Only find out what would be removed.
+        min_age: Seconds without a change after which an unfinished save or conversion counts as abandoned.
+        dry_run: True lists the garbage and removes nothing.
 
     Raises:
-        CheckpointError: Nothing is at the location, or it cannot be listed.
+        CheckpointError: The location does not exist or cannot be listed.
     """
     job = _Collecting(keep_previous, min_age, dry_run)
     for found in list(survey(location, job.note)):
@@ -103,7 +102,7 @@ def collect_garbage(
 
 
 class _Collecting:
-    """One call of `collect_garbage`; its arguments are those."""
+    """The state of one call of `collect_garbage`, with the same arguments."""
 
     def __init__(self, keep_previous: int | None, min_age: float, dry_run: bool) -> None:
         self.collected = Collected()
@@ -112,12 +111,12 @@ class _Collecting:
         self._dry_run = dry_run
 
     def note(self, place: Place, why: str) -> None:
-        """Say that something failed, and continue."""
+        """Add a failure to the result."""
         self.collected.failed.append(Spared(str(place), why))
 
     @contextlib.contextmanager
     def noting(self, place: Place) -> Iterator[None]:
-        """Continue after an error in the block."""
+        """Context manager that adds an error of the block to the result, and continues."""
         try:
             yield
         except CheckpointError as error:
@@ -126,7 +125,7 @@ class _Collecting:
             self.note(place, "its directories are nested too deeply; remove it by hand")
 
     def saves(self, place: Place) -> None:
-        """Collect in one checkpoint of our own format."""
+        """Collect garbage in one checkpoint of our own format."""
         try:
             with _locked(place) as locked:
                 committed = _committed(place)
@@ -146,10 +145,10 @@ class _Collecting:
         elif _is_older(place.name, committed):
             self._discard(place, kind)
         else:
-            self.unfinished(place, kind, "it may be in the middle of being copied here")
+            self.unfinished(place, kind, "a program may be copying it here")
 
     def unfinished(self, place: Place, kind: str, danger: str) -> None:
-        """Remove what nobody has changed for a while."""
+        """Remove a path that has not changed for `min_age` seconds."""
         age = _seconds_unchanged(place)
         if age < self._min_age:
             self._spare(place, f"it was changed {age:.0f} seconds ago, so {danger}")
@@ -167,12 +166,12 @@ class _Collecting:
 
 
 class _LeaveAloneError(CheckpointError):
-    """Nothing may be touched here."""
+    """Another run holds the lock: remove nothing here."""
 
 
 @contextlib.contextmanager
 def _locked(place: Place) -> Iterator[bool]:
-    """Keep others from saving; false where there are no locks."""
+    """Hold the lock of saves; yield False if the place has no locks."""
     try:
         lock = place.lock()
     except CheckpointError as error:
@@ -185,7 +184,7 @@ def _locked(place: Place) -> Iterator[bool]:
 
 
 def _committed(place: Place) -> str:
-    """The save that is the checkpoint; empty if there is none."""
+    """Return the id of the committed save; empty if there is none."""
     if (place / MANIFEST).kind() != "file":
         return ""
     try:
@@ -196,32 +195,34 @@ def _committed(place: Place) -> str:
 
 def _reason_to_spare(name: str, kind: str, committed: str, locked: bool) -> str:
     if kind == "link":
-        return "it is no directory but a link or the like, which no save makes; remove it by hand"
+        return "it is a link or a special file, which no save makes; remove it by hand"
     if kind == "previous save" and not committed:
         return f"it is complete, and the checkpoint has no {MANIFEST}: copy this save's to restore it"
     if not locked and not _is_older(name, committed):
-        return "it may be a save in progress: this place has no locks, and nothing newer is committed"
+        return "it may be a save in progress: this place has no locks, and no newer save is committed"
     return ""
 
 
 def _is_older(name: str, committed: str) -> bool:
-    """Return True if a save, or a manifest's temporary file, is of before the committed save."""
+    """Return True if a save, or a manifest's temporary file, is older than the committed save."""
     return name.removeprefix(f".{MANIFEST}.") < committed
 
 
 def _seconds_unchanged(place: Place) -> float:
-    """Seconds since anything in it was last changed; for a URL only its order among saves tells that.
+    """Return the seconds since the last change of a directory tree.
+
+    A URL has no such times: a conversion counts as just changed, and a save is judged by its order only.
 
     Raises:
-        CheckpointError: It cannot be looked at.
+        CheckpointError: The directory cannot be inspected.
     """
     path = place.location
     if not isinstance(path, Path):
         return 0.0 if place.name.endswith(PARTIAL) else math.inf
     with place.explained("look at"):
         newest = path.lstat().st_mtime
-    for directory, directories, files in os.walk(path):  # which does not follow links
+    for directory, directories, files in os.walk(path):  # does not follow links
         for name in (*directories, *files):
             with place.explained("look at"), contextlib.suppress(FileNotFoundError):
                 newest = max(newest, os.lstat(os.path.join(directory, name)).st_mtime)  # noqa: PTH118
-    return max(0.0, time.time() - newest)  # negative where the clock was set back
+    return max(0.0, time.time() - newest)  # negative if the clock was set back

@@ -1,6 +1,6 @@
-"""The copy that an asynchronous save writes from.
+"""Copy the local shards for an asynchronous save.
 
-All local data goes into one buffer in host memory, which is kept for the next save: fresh memory costs
+All local data goes into one buffer in host memory, which the next save reuses: allocating fresh memory costs
 several times as much as the copy. The copy neither communicates nor touches files.
 """
 
@@ -18,9 +18,9 @@ _ALIGNMENT = 64
 
 
 class Arena:
-    """One reused buffer, which grows when it must.
+    """One reused buffer, which grows on demand.
 
-    What it returns is overwritten by the next `stage`.
+    The next `stage` overwrites the tensors of the last one.
 
     Example:
         >>> from nnx_base.shard import shard_of
@@ -39,16 +39,16 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that it keeps."""
+        """Bytes of host memory of the buffer."""
         return 0 if self._buffer is None else self._buffer.nbytes
 
     def stage(self, shards: dict[str, Shard]) -> dict[str, Shard]:
-        """Copy all data of some shards, and describe the copies in the same way.
+        """Return shards with the same boxes whose data is a copy in the buffer.
 
-        Data that cannot be copied, for example of the meta device, is left for the save to refuse.
+        Tensors without data, such as those on the meta device, are not copied; the save refuses them.
         """
         sources = [view for shard in shards.values() for view in shard.data if _has_data(view)]
-        # In inference mode, as during validation, the buffer would be of no use outside of it.
+        # An inference tensor (as in validation) cannot be written in place later: allocate outside that mode.
         with torch.inference_mode(False), torch.no_grad():
             places = iter(self._arrange(sources))
             staged = {
@@ -67,7 +67,7 @@ class Arena:
         return staged
 
     def _arrange(self, sources: list[Tensor]) -> list[Tensor]:
-        """A place in the buffer for each tensor; the same as last time if these are like the last ones."""
+        """Return a view into the buffer for each tensor (the last views if shapes and dtypes are equal)."""
         layout = [(source.shape, source.dtype) for source in sources]
         pinned = any(source.is_cuda for source in sources)
         if self._buffer is not None and layout == self._layout and self._is_pinned >= pinned:
@@ -90,7 +90,7 @@ class Arena:
     def _large_enough(self, size: int, pinned: bool) -> Tensor:
         buffer = self._buffer
         if buffer is None or buffer.nbytes < size or (pinned and not self._is_pinned):
-            self._places, self._buffer, buffer = [], None, None  # never two of them at once
+            self._places, self._buffer, buffer = [], None, None  # free the old buffer before allocating
             buffer = pinned_empty(size, torch.uint8) if pinned else torch.empty(size, dtype=torch.uint8)
             self._buffer, self._is_pinned = buffer, pinned
         return buffer

@@ -1,4 +1,4 @@
-"""Descriptions of the tensors that a rank holds, and their exchange."""
+"""Describe the tensors that a rank holds, and exchange the descriptions between ranks."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from nnx_base.shard import Shard
 from nnx_checkpoint.format.rankfile_header import DTYPES
 
 _INLINE = 512
-"""Parts up to so many characters are sent at once: asking for them would cost more."""
+"""Texts up to this many characters are sent at once: a request by digest would cost more."""
 
 
 Extents = tuple[int, ...]
 
 
 Exceptions = Sequence[tuple[int, Sequence[int]]]
-"""Tensors that are cut unlike most of their type: the number of the type, and the numbers of the names."""
+"""Tensors partitioned unlike most of their type: the number of the type, and the numbers of the names."""
 
 
-# Nearly everything that ranks could say about their shards is the same on many of them. So a description has
-# three parts, of which a long one is sent by digest, and in full by one rank only:
+# Descriptions go by digest because they are nearly equal on many ranks: full texts would take bytes that grow
+# with tensors times ranks. A description has three texts. Every rank sends a long text as its digest, and one
+# rank sends it in full:
 #
 # - the catalog: names, dtypes and shapes; usually the same on all ranks;
-# - the exceptions: most tensors of one dtype and shape are cut alike, and these are the others. They are the
-#   same on ranks of one mesh; on ranks with ranges of a flat buffer they are the few tensors that a rank
-#   holds;
-# - the boxes: those of most tensors of each dtype and shape, and those of the exceptions. They differ from
+# - the exceptions: the tensors partitioned unlike most of their dtype and shape. They are the same on ranks
+#   of one mesh. On ranks with ranges of a flat buffer they are the few tensors that the rank holds;
+# - the boxes: one set for most tensors of each dtype and shape, and one for each exception. They differ from
 #   rank to rank, and are few.
 
 
 @dataclass(frozen=True, eq=False)
 class Catalog:
-    """The tensors that a rank knows, whether it holds something of them or not.
+    """The tensors that a rank knows, with or without a local shard.
 
     Attributes:
         names: The names in order.
@@ -59,24 +59,24 @@ class Catalog:
 
     @cached_property
     def text(self) -> str:
-        """The form that is sent; equal catalogs have equal texts."""
+        """The text that is sent; equal catalogs have equal texts."""
         return _json([self.names, self.types, self.type_of, sorted(self.aliases.items())])
 
     @classmethod
     def parse(cls, text: str) -> Catalog:
-        """The opposite of `text`."""
+        """Parse a `text` into a catalog."""
         names, types, type_of, aliases = json.loads(text)
         return cls(names, [(dtype, tuple(shape)) for dtype, shape in types], type_of, dict(aliases))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Description:
-    """Some of one rank's shards.
+    """A description of some of one rank's shards.
 
     Attributes:
         catalog: The tensors.
-        exceptions: Tensors that are cut unlike most of their dtype and shape.
-        boxes: The boxes that the rank holds of most tensors of each type, and then of each exception.
+        exceptions: Tensors that are partitioned unlike most of their dtype and shape.
+        boxes: The rank's boxes of most tensors of each type, then its boxes of each exception.
     """
 
     catalog: Catalog
@@ -85,7 +85,7 @@ class Description:
 
 
 def describe(shards: Mapping[str, Shard], *, aliases: Mapping[str, str] | None = None) -> Description:
-    """What this rank holds.
+    """Describe the shards of this rank.
 
     Args:
         shards: This rank's shards of every tensor that it knows.
@@ -104,7 +104,8 @@ def describe(shards: Mapping[str, Shard], *, aliases: Mapping[str, str] | None =
         number = types.setdefault((shard.dtype, shard.shape), len(types))
         type_of.append(number)
         alike.setdefault((number, shard.boxes), []).append(i)
-    # Of each type the most frequent boxes first; on equality those of the first name, on every rank alike.
+    # The most frequent boxes of a type are its usual ones. Ties go to the first name, so that ranks with
+    # equal shards choose equally and their texts have one digest.
     usual: dict[int, tuple[Box, ...]] = {}
     exceptions: list[tuple[int, list[int]]] = []
     others: list[tuple[Box, ...]] = []
@@ -121,7 +122,7 @@ def describe(shards: Mapping[str, Shard], *, aliases: Mapping[str, str] | None =
 
 
 def _require_data(name: str, shard: Shard) -> None:
-    """Make sure that every view can be written."""
+    """Raise if a view cannot be written."""
     if dtype_name(shard.dtype) not in DTYPES:
         raise CheckpointError(
             f"tensor '{name}' has dtype {dtype_name(shard.dtype)}, which a checkpoint cannot hold.",
@@ -142,11 +143,11 @@ def _require_data(name: str, shard: Shard) -> None:
 
 
 Head = tuple["bytes | str", ...]
-"""What every rank sends first: the three parts of each of its descriptions, as text, or by digest if long."""
+"""The first message of a rank: the three texts of each of its descriptions, each as its digest if long."""
 
 
 def pack(descriptions: Sequence[Description]) -> tuple[Head, dict[bytes, str]]:
-    """What to send first, and the long parts by digest, any of which may be asked for."""
+    """Return the first message, and the long texts by digest, which the coordinator may request."""
     head: list[bytes | str] = []
     parts: dict[bytes, str] = {}
     for one in descriptions:
@@ -162,7 +163,7 @@ def pack(descriptions: Sequence[Description]) -> tuple[Head, dict[bytes, str]]:
 
 
 def unpack(heads: Sequence[Head], parts: Mapping[bytes, str]) -> list[list[Description]]:
-    """Every rank's descriptions; equal parts become one object."""
+    """Return every rank's descriptions; equal texts become one object."""
     catalogs: dict[bytes | str, Catalog] = {}
     exceptions: dict[bytes | str, Exceptions] = {}
     boxes: dict[bytes | str, list[tuple[Box, ...]]] = {}
@@ -193,25 +194,25 @@ def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-# The coordinator asks one rank for each long part that it has not seen. So what arrives grows with the number
-# of distinct long parts, and a message from every rank is a few hundred bytes.
+# The coordinator requests each distinct long text from one rank, the lowest that has it. So its traffic grows
+# with the number of distinct texts, and the message of every other rank stays at a few hundred bytes.
 
 
 def gather_descriptions(
     group: dist.ProcessGroup | None, describe: Callable[[], list[Description]], *, doing: str
 ) -> Callable[[], list[list[Description]]]:
-    """Describe on every rank, and collect the descriptions.
+    """Describe the shards on every rank, and gather the descriptions on the coordinator.
 
     Args:
-        group: The ranks that take part; None for this process alone.
-        describe: Describes what this rank holds. It must not communicate.
-        doing: The purpose of this, used in messages.
+        group: The participating ranks; None for this process alone.
+        describe: Function that describes this rank's shards. It must not communicate.
+        doing: The purpose of the exchange, used in messages.
 
     Returns:
-        A function that gives all descriptions, in rank order, to the coordinator; others must not call it.
+        A function that returns all descriptions, in rank order, on the coordinator; others must not call it.
 
     Raises:
-        CheckpointError: Some rank could not describe what it holds; on every rank alike.
+        CheckpointError: A rank could not describe its shards (the same error on every rank).
     """
     if group is None:
         alone = exchange(None, describe, lambda found: found, doing=doing)
@@ -241,7 +242,7 @@ def gather_descriptions(
 
 
 def requests(heads: Sequence[Head]) -> list[list[bytes]]:
-    """Which parts each rank must send: none that a lower rank has too."""
+    """Return the digests of the texts that each rank must send: those that no lower rank has."""
     known: set[bytes] = set()
     wanted: list[list[bytes]] = []
     for head in heads:

@@ -1,8 +1,8 @@
-"""Host memory that a card can read by itself, in exactly the size that was asked for.
+"""Allocate pinned host memory of exactly the requested size.
 
-torch's own pinned memory is rounded up to a power of two, which for the masters of a large model may be as
-much again, and it is never given back to the system. So memory is taken from the system as usual, made known
-to the driver, and made unknown before it is freed, whoever refers to it last.
+torch rounds pinned memory up to a power of two, which can double the FP32 master weights of a large model.
+It never returns that memory to the system. So this module allocates pageable memory, registers it with the
+driver, and unregisters it when its last reference goes, before the memory is freed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 _WORTH_REGISTERING = 2**20
-"""Bytes from which on host memory is pinned exactly, not rounded up to a power of two."""
+"""Bytes above which host memory is pinned exactly, not rounded up to a power of two."""
 
 
 def pinned_empty(numel: int, dtype: torch.dtype) -> Tensor:
-    """A new 1-d tensor, not initialised, in memory that CUDA copies from and to by itself.
+    """Return a new 1-d tensor, not initialised, in pinned memory.
 
     Args:
         numel: The number of elements.
@@ -41,29 +41,29 @@ def registered_empty(
     register: Callable[[int, int], bool],
     unregister: Callable[[int], object],
 ) -> Tensor | None:
-    """A new 1-d tensor, not initialised, in memory that the driver knows until the memory is freed.
+    """Return a new 1-d tensor, not initialised, in memory that stays registered until it is freed.
 
-    torch's host allocator does not know it: nothing keeps it for a plain ``copy_(non_blocking=True)``, so
-    whoever copies so has to refer to it until the copy is over.
+    torch's host allocator does not manage this memory, and does not keep it alive for a
+    ``copy_(non_blocking=True)``. The caller must keep a reference until the copy is complete.
 
     Args:
-        numel: Elements.
+        numel: The number of elements.
         dtype: The dtype of the elements.
-        register: Makes memory known, given address and bytes; whether it did.
-        unregister: Makes it unknown again, given the address.
+        register: Function of address and bytes that registers the memory, and returns True on success.
+        unregister: Function of the address that unregisters the memory.
 
     Returns:
         The tensor; None if the driver refused.
     """
-    # Whole pages of its own: a driver may refuse a page that another registered array has a part of.
+    # Allocate full pages: a driver may refuse a page that also holds another registered array.
     memory = np.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=np.uint8)
     address = memory.ctypes.data
     if not register(address, memory.nbytes):
         return None
-    # Storages cannot be watched, but numpy tells of an array's end while its memory is still there, and the
-    # storage refers to the array.
+    # torch has no callback for the end of a storage. numpy has one for an array, which runs before the memory
+    # is freed, and the storage refers to the array.
     finalizer = weakref.finalize(memory, unregister, address)
-    finalizer.atexit = False  # the driver may be gone by then
+    finalizer.atexit = False  # the driver may already be shut down
     return torch.from_numpy(memory).view(dtype)
 
 
@@ -75,7 +75,7 @@ def _register(address: int, nbytes: int) -> bool:
 
 
 def _clear_last_error() -> None:
-    """Let a launch of our own raise what a refused call has left, or somebody else's next one would.
+    """Clear the error of a refused call by a launch of our own; otherwise an unrelated launch would raise it.
 
     torch gives no other access to ``cudaGetLastError``.
     """

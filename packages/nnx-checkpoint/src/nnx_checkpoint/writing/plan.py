@@ -1,10 +1,9 @@
-"""The plan of a save: from what each rank holds, described, to what each of them stores.
+"""Plan a save: assign each box of each tensor to the rank that writes it.
 
-Every rank describes what it holds so that little of it has to travel, and the coordinator collects that. It
-makes the plan of all descriptions: it puts together what the ranks hold, checks that every tensor is covered,
-and assigns each box to ranks. What a rank must know of it is short: the number of each tensor's group, which
-is the same message for all, and which boxes of each group are its own. Nothing here touches files, and only
-`gather_descriptions` communicates.
+Every rank sends a short description of its shards. The coordinator merges the descriptions, checks that boxes
+cover every tensor, and assigns each box to ranks. Each rank gets two short messages: the number of each
+tensor's group, equal for all ranks, and its own boxes of each group. Nothing here touches files or
+communicates, except `gather_descriptions`.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ Members = tuple[Group, Numbers]
 """A group, whose owners are ranks, and the numbers of its tensors."""
 
 
-# Ranks whose catalogs and exceptions are alike form a family: they cut the same tensors alike, each into
-# boxes of its own. So tensors that every family treats alike are one group, and the work grows with tensors,
-# with ranks and with what was sent, but not with their product.
+# Ranks with equal catalogs and exceptions form a family: they partition the same tensors in the same way,
+# each rank into its own boxes. Tensors that no family distinguishes form one group. So the work grows with
+# the number of tensors, of ranks and of bytes sent, but not with tensors times ranks.
 
 
 @dataclass(eq=False)
 class _Family:
-    """Ranks whose catalogs and exceptions are alike, and the boxes of each."""
+    """Ranks with equal catalogs and exceptions, and the boxes of each rank."""
 
     catalog: int
     exceptions: Exceptions
@@ -60,7 +59,7 @@ class _Family:
 
 
 class _Merger:
-    """Puts descriptions together.
+    """Merges the descriptions of all ranks.
 
     Attributes:
         catalogs: All distinct catalogs.
@@ -95,31 +94,31 @@ class _Merger:
             self.aliases |= catalog.aliases
 
     def catalog_of(self, one: Description) -> int:
-        """The number of a description's catalog."""
+        """Return the number of a description's catalog."""
         return self._catalogs[id(one.catalog)]
 
     def groups(self) -> list[Members]:
-        """All groups.
+        """Return all groups.
 
         Raises:
-            CheckpointError: Ranks disagree about a tensor, or its boxes do not cover it cleanly.
+            CheckpointError: Ranks disagree about a tensor, or its boxes do not partition it.
         """
         self._number_tensors()
         alike: dict[int, list[int]] = {}
-        sorts, reasons = self._sort_tensors()
-        for number, sort in enumerate(sorts):
-            alike.setdefault(sort, []).append(number)
+        classes, trace = self._classify_tensors()
+        for number, class_ in enumerate(classes):
+            alike.setdefault(class_, []).append(number)
         names, types, holders = list(self.numbers), list(self._types), self._usual_holders()
         groups: list[Members] = []
-        for sort, members in alike.items():
-            kind, known = reasons(sort)
+        for class_, members in alike.items():
+            kind, known = trace(class_)
             owners = self._owners(kind, known, holders)
             group = Group.of(*types[kind], owners, min(names[i] for i in members))
             groups.append((group, np.array(members, np.int64)))
         return groups
 
     def _number_tensors(self) -> None:
-        """Number all tensors and their types; ranks must agree about those."""
+        """Number all tensors and their types (ranks must agree on the type of a tensor)."""
         for number, catalog in enumerate(self.catalogs):
             types = [self._types.setdefault(kind, len(self._types)) for kind in catalog.types]
             place: list[int] = []
@@ -141,39 +140,39 @@ class _Merger:
             remedy="Give every rank the same global shape and dtype, or distinct names.",
         )
 
-    def _sort_tensors(self) -> tuple[list[int], Callable[[int], tuple[int, _Known]]]:
-        """Give tensors of one type that all families treat alike one number.
+    def _classify_tensors(self) -> tuple[list[int], Callable[[int], tuple[int, _Known]]]:
+        """Give equal numbers to tensors of one type that no catalog and no family's exceptions distinguish.
 
         Returns:
-            The number of each tensor; and a function that says what such a number stands for: the type, and
-            the catalogs that have the tensors, as (catalog, -1), and their exceptions, as (family, number).
+            The number of each tensor; and a function from such a number to the type, the catalogs that have
+            the tensors, as (catalog, -1), and their exceptions, as (family, number).
         """
-        sorts = list(self._type_of)
-        steps: dict[tuple[int, int, int], int] = {}  # (number before, a reason to tell apart) -> number after
+        classes = list(self._type_of)
+        steps: dict[tuple[int, int, int], int] = {}  # (number before, catalog or exception) -> number after
         base = len(self._types)
 
-        def tell_apart(members: Numbers, reason: tuple[int, int]) -> None:
+        def refine(members: Numbers, reason: tuple[int, int]) -> None:
             for at in members.tolist():
-                sorts[at] = steps.setdefault((sorts[at], *reason), base + len(steps))
+                classes[at] = steps.setdefault((classes[at], *reason), base + len(steps))
 
         for number, place in enumerate(self.places):
-            tell_apart(place, (number, -1))
+            refine(place, (number, -1))
         for number, family in enumerate(self._families):
             for which, (_, members) in enumerate(family.exceptions):
-                tell_apart(self.places[family.catalog][members], (number, which))
+                refine(self.places[family.catalog][members], (number, which))
         back = list(steps)
 
-        def reasons(sort: int) -> tuple[int, _Known]:
+        def trace(class_: int) -> tuple[int, _Known]:
             found: list[tuple[int, int]] = []
-            while sort >= base:
-                sort, *reason = back[sort - base]
+            while class_ >= base:
+                class_, *reason = back[class_ - base]
                 found.append((reason[0], reason[1]))
-            return sort, tuple(found)
+            return class_, tuple(found)
 
-        return sorts, reasons
+        return classes, trace
 
     def _usual_holders(self) -> _Holders:
-        """For each catalog and type, the families whose ranks hold something of most of its tensors."""
+        """Return for each catalog and type the ranks, by family, that hold boxes of most of its tensors."""
         found: _Holders = {}
         for number, family in enumerate(self._families):
             for local, named in enumerate(self.catalogs[family.catalog].types):
@@ -183,7 +182,7 @@ class _Merger:
         return found
 
     def _owners(self, kind: int, known: _Known, holders: _Holders) -> dict[Box, list[int]]:
-        """The ranks that hold each box of the tensors of a group."""
+        """Return the ranks that hold each box of the tensors of a group."""
         shape = list(self._types)[kind][1]
         exceptions = {family: which for family, which in known if which >= 0}
         held = [self._held_as_exception(family, which) for family, which in exceptions.items()]
@@ -204,21 +203,20 @@ class _Merger:
         return [(rank, boxes[number]) for rank, boxes in one.boxes]
 
 
-# Each box is stored once, with the bytes spread evenly over the ranks that hold it. The tensors of a group
-# are dealt out in turn, and so are the boxes of a tensor, so that nothing is decided, stored or sent for each
-# tensor and rank. A tensor that many hold whole and that is larger than a rank's fair share is cut, so that
-# several ranks write it.
+# Each box is stored once, by one of the ranks that hold it, so that ranks write equal numbers of bytes.
+# Tensors of a group, and boxes of a tensor, go to ranks round-robin: a decision for each tensor and rank
+# would cost tensors times ranks. A replicated tensor above a rank's fair share is split over several ranks.
 
 
-_LEAST_PART = 1 << 20
-"""Tensors are not cut into parts of fewer bytes."""
+_MIN_SLICE_NBYTES = 1 << 20
+"""The fewest bytes of a slice of a split tensor."""
 
 
-def _spread(held: Sequence[Members], world_size: int) -> list[Members]:
-    """Let one rank store each box."""
+def _balance(held: Sequence[Members], world_size: int) -> list[Members]:
+    """Assign each box to one of the ranks that hold it."""
     loads = np.zeros(world_size, np.int64)
     total = sum(len(members) * sum(group.nbytes) for group, members in held)
-    fair = max(_LEAST_PART, -(-total // world_size))
+    fair = max(_MIN_SLICE_NBYTES, -(-total // world_size))
     found: list[Members] = []
     shared: list[Members] = []
     for group, members in held:
@@ -231,12 +229,12 @@ def _spread(held: Sequence[Members], world_size: int) -> list[Members]:
     shared.sort(key=lambda one: -max(one[0].nbytes))
     for group, members in shared:
         large = len(group.owners) == 1 and group.nbytes[0] > fair
-        found += _cut(group, members, fair, loads) if large else _deal(group, members, loads)
+        found += _split(group, members, fair, loads) if large else _assign_round_robin(group, members, loads)
     return found
 
 
-def _cut(group: Group, members: Numbers, fair: int, loads: Numbers) -> Iterator[Members]:
-    """Cut whole tensors, and give the parts of each to the ranks with the least to store."""
+def _split(group: Group, members: Numbers, fair: int, loads: Numbers) -> Iterator[Members]:
+    """Split replicated tensors, and assign the slices to the ranks with the fewest bytes."""
     owners = np.array(group.owners[0], np.int64)
     dim = next(d for d, extent in enumerate(group.shape) if extent > 1)
     extent = group.shape[dim]
@@ -250,8 +248,8 @@ def _cut(group: Group, members: Numbers, fair: int, loads: Numbers) -> Iterator[
         yield part, np.array([member])
 
 
-def _deal(group: Group, members: Numbers, loads: Numbers) -> Iterator[Members]:
-    """Deal the tensors of a group in turn to rows of ranks that hold all boxes together."""
+def _assign_round_robin(group: Group, members: Numbers, loads: Numbers) -> Iterator[Members]:
+    """Assign the tensors of a group round-robin to rows of ranks; one row together holds all boxes."""
     rows = max(map(len, group.owners))
     ranks = np.array(
         [[held[(row + box) % len(held)] for row in range(rows)] for box, held in enumerate(group.owners)],
@@ -269,7 +267,7 @@ def _deal(group: Group, members: Numbers, loads: Numbers) -> Iterator[Members]:
 
 
 def _lightest(loads: Numbers, count: int) -> int:
-    """Where a run of `count` neighbours begins, around the end, that has the least load."""
+    """Return the start of the `count` consecutive entries with the least load (cyclic)."""
     if count == 0:
         return 0
     sums = np.concatenate([[0], np.cumsum(np.concatenate([loads, loads[:count]]))])
@@ -278,13 +276,13 @@ def _lightest(loads: Numbers, count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """The part of the plan for one rank.
+    """The plan of one rank.
 
     Attributes:
-        save_id: The save that it writes to.
-        groups: The groups of the tensors of each of its descriptions: the number of an item of the
-            broadcast, or what such an item holds.
-        boxes: The boxes that it stores of the tensors of each group.
+        save_id: The id of the save.
+        groups: For each of the rank's descriptions, the groups of its tensors: the number of an item of the
+            broadcast, or the content of such an item.
+        boxes: The boxes of each group that the rank stores.
     """
 
     save_id: str
@@ -293,11 +291,11 @@ class RankPlan:
 
 
 class Plan:
-    """What is stored by whom.
+    """The ranks that store each box.
 
     Attributes:
-        broadcast: The items that all ranks get: for each catalog that several of them have, the group of
-            each tensor, as little-endian 32-bit numbers.
+        broadcast: The items that all ranks get: the group of each tensor, as little-endian 32-bit numbers,
+            for each catalog of several ranks.
     """
 
     def __init__(
@@ -316,7 +314,7 @@ class Plan:
         self.broadcast = [self._numbers[catalog] for catalog in self._shared]
 
     def rank_plans(self, save_id: str) -> list[RankPlan]:
-        """What each rank gets for itself."""
+        """Return the plan of each rank."""
         boxes: list[dict[int, list[Box]]] = [{} for _ in self._catalogs]
         for number, (group, _) in enumerate(self._groups):
             for box, ranks in zip(group.boxes, group.owners, strict=True):
@@ -328,7 +326,7 @@ class Plan:
         ]
 
     def index(self) -> Index:
-        """What the index says."""
+        """Return the index of the save."""
         ranks = sorted({rank for group, _ in self._groups for held in group.owners for rank in held})
         file = {rank: i for i, rank in enumerate(ranks)}
         groups = []
@@ -346,10 +344,10 @@ def make_plan(descriptions: Sequence[Sequence[Description]], mode: Mode) -> Plan
         descriptions: The descriptions of each rank, in rank order; equal catalogs should be one object, and
             equal exceptions too.
         mode: ``"deduped"`` stores each box once, spread by bytes over the ranks that have it;
-            ``"sharded"`` lets every rank store all it has.
+            ``"sharded"`` makes every rank store its complete local state.
 
     Raises:
-        CheckpointError: Ranks disagree about a tensor, its boxes do not cut it cleanly, or a tied name
+        CheckpointError: Ranks disagree about a tensor, its boxes do not partition it, or a tied name
             has no tensor.
     """
     merger = _Merger(descriptions)
@@ -360,7 +358,7 @@ def make_plan(descriptions: Sequence[Sequence[Description]], mode: Mode) -> Plan
                 f"alias '{alias}' of '{target}': the target must be stored and the alias must not.",
                 remedy="Map every tied name to the one name under which its tensor is given.",
             )
-    return Plan(descriptions, merger, _spread(groups, len(descriptions)) if mode == "deduped" else groups)
+    return Plan(descriptions, merger, _balance(groups, len(descriptions)) if mode == "deduped" else groups)
 
 
 def select(
@@ -369,13 +367,13 @@ def select(
     broadcast: Sequence[bytes],
     plan: RankPlan,
 ) -> tuple[list[Entry], list[Tensor]]:
-    """What a rank stores, and the data of each entry.
+    """Return the entries that this rank stores, and the data of each.
 
     Args:
-        descriptions: The descriptions that it sent.
-        shards: The shards that were described.
-        broadcast: The part of the plan that all ranks get.
-        plan: The part of the plan for this rank.
+        descriptions: The descriptions that this rank sent.
+        shards: The described shards.
+        broadcast: The items of the plan that all ranks get.
+        plan: The plan of this rank.
     """
     entries: list[Entry] = []
     data: list[Tensor] = []
@@ -392,7 +390,7 @@ def select(
 
 
 def _part(shard: Shard, box: Box) -> Tensor:
-    """The data of a box that is a part of one of this rank's."""
+    """Return the data of a box that lies inside one of this rank's boxes."""
     own, view = next(
         (own, view) for own, view in zip(shard.boxes, shard.data, strict=True) if own.intersection(box) == box
     )

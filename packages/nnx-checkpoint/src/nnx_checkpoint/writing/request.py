@@ -14,15 +14,14 @@ from nnx_checkpoint.writing.plan import Mode
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """One save, as this rank asks for it.
+    """The request of this rank for one save.
 
     Attributes:
         path: Directory of the checkpoint: new, empty, or a checkpoint to replace. A path, or a URL such
             as ``s3://bucket/last.ckpt``.
         tensors: This rank's shards of every logical tensor.
-        objects: All other state. Rank zero's tree is stored. Its tensors, DTensors and shards are stored as
-            tensors: of a plain tensor rank zero's value, of a DTensor or shard the shards of all ranks, which
-            pass the same tree.
+        objects: All other state, stored from rank zero. Tensors in the tree are stored as tensors: a plain
+            tensor with rank zero's value, a DTensor or shard from all ranks. So all ranks pass the same tree.
         rank_objects: A tree of this rank alone, such as its random state; it may hold small tensors.
         aliases: Tied names that share storage with a tensor stored under another name.
         state_dict_type: ``"deduped"`` stores each box once across the world; ``"sharded"`` stores the

@@ -1,12 +1,12 @@
-"""Committing a save, and collecting what no commit refers to, with each commit and on request.
+"""Commit a save, and collect the saves that no commit refers to.
 
-A save writes into a directory of its own. Replacing the manifest makes it the checkpoint; until then
-the previous one is untouched, afterwards it is collected. This module owns those names in the
-checkpoint's directory, runs on the coordinator only, and imports neither torch nor Lightning.
+A save writes into its own directory. Atomically replacing the manifest commits it. Until then the previous
+save stays untouched; afterwards it is collected. This module owns those names in the checkpoint's directory,
+runs on the coordinator only, and imports neither torch nor Lightning.
 
-Two runs must not save to one path at the same time. A lock keeps the second one out. Where there are no
-locks, as on object stores, the manifest tells: who finds another one than at the beginning gives up, and
-only what is older than that first one is collected, so never the other run's save in progress.
+Two runs must not save to one path at the same time. A lock refuses the second run. Object stores have no
+locks: there a run compares the manifest with its copy from the beginning, and gives up if another run
+replaced it. It collects only saves older than that copy, so never the other run's save in progress.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ _STAMP = "%Y%m%dT%H%M%S.%f"
 
 
 def now() -> datetime:
-    """The time in UTC."""
+    """Return the time in UTC."""
     return datetime.now(timezone.utc)
 
 
 def begin(path: Place) -> Transaction:
-    """Make the directory of a new save.
+    """Create the directory of a new save.
 
     Args:
-        path: The checkpoint; a new or empty directory, or one that holds a checkpoint already.
+        path: The checkpoint: a new or empty directory, or an existing checkpoint.
 
     Returns:
         The save, to be committed or discarded.
 
     Raises:
-        CheckpointError: Something else is there, another run is saving to it, or it cannot be written to.
+        CheckpointError: The path holds other files, another run is saving to it, or it is not writable.
     """
     kind = path.kind()
     if kind == "file":
         raise _refusal(path, "it is a file")
-    # Asked for as a link: another run may have made the directory since.
+    # Test for a link again: another run may have created the directory after `kind`.
     if kind is None and isinstance(path.location, Path) and path.location.is_symlink():
-        raise _refusal(path, "it is a link that leads to nothing")
+        raise _refusal(path, "it is a broken link")
     foreign = [name for name in path.names() if not _is_ours(name)]
-    if foreign and not _is_proven(path):
+    if foreign and not _has_our_manifest(path):
         if MANIFEST in foreign:
-            raise _refusal(path, f"its '{MANIFEST}' is another program's")
-        raise _refusal(path, f"it holds other things, such as {foreign[0]!r}")
+            raise _refusal(path, f"its '{MANIFEST}' belongs to another program")
+        raise _refusal(path, f"it holds other files, such as {foreign[0]!r}")
     lock: Lock | None = None
     transaction: Transaction | None = None
     try:
@@ -73,13 +73,13 @@ def begin(path: Place) -> Transaction:
             transaction.discard()
         elif lock is not None:
             lock.release()
-        path.remove_if_empty()  # only if this save made it: it is not empty otherwise
+        path.remove_if_empty()  # a directory that this save did not create is not empty
         raise
     return transaction
 
 
-def _is_proven(path: Place) -> bool:
-    """Whether the manifest, or its copy in a save, is ours by its content: the name alone proves nothing."""
+def _has_our_manifest(path: Place) -> bool:
+    """Return True if the manifest, or its copy in a save, has our content (its name proves nothing)."""
     saves = (path / name for name in path.names() if is_save_id(name))
     return any(is_our_manifest(place / MANIFEST) for place in (path, *saves))
 
@@ -100,8 +100,8 @@ class Transaction:
     """A save in progress; made by `begin`.
 
     Attributes:
-        save_id: Its id.
-        directory: The directory of its files, named after the id.
+        save_id: The id of the save.
+        directory: The directory of the save's files, named after the id.
     """
 
     def __init__(self, path: Place, lock: Lock | None, previous: bytes | None, *, is_first: bool) -> None:
@@ -128,11 +128,11 @@ class Transaction:
             index: The tensors that were written.
             files: All files of the save except the index and the manifest.
             writer: The world size, and versions of libraries.
-            provenance: Plain JSON that says where the checkpoint comes from.
+            provenance: Plain JSON about the origin of the checkpoint.
             keep_previous: The number of earlier complete saves to keep beside it.
 
         Raises:
-            CheckpointError: The index or the provenance cannot be written, or as for `commit`.
+            CheckpointError: The index or the provenance cannot be written, or `commit` failed.
         """
         raw = encode_index(index)
         (self.directory / INDEX).write(raw)
@@ -143,31 +143,35 @@ class Transaction:
             writer=writer,
             provenance=provenance,
         )
-        decode_index(raw, manifest, source=str(self.directory / INDEX))  # unreadable: not to be committed
+        decode_index(raw, manifest, source=str(self.directory / INDEX))  # never commit an unreadable index
         self.commit(manifest, keep_previous=keep_previous)
 
     def commit(self, manifest: Manifest, *, keep_previous: int) -> None:
-        """Make the save, whose files are all there, the checkpoint at its path.
+        """Make the complete save the checkpoint at its path.
+
+        Every file must be on disk before the manifest names it, and a kill at any line leaves a complete
+        checkpoint: the previous one before `replace` renames, the new one after it.
 
         Args:
-            manifest: Describes the save.
+            manifest: The description of the save.
             keep_previous: The number of earlier complete saves to keep beside it.
 
         Raises:
-            CheckpointError: A file is not there as described, another run has committed meanwhile, or the
-                manifest cannot be written. What was the checkpoint then stays, and so does all that belongs
-                to it: a machine that crashes now may come back with the old manifest.
+            CheckpointError: A file is missing or has another size, another run committed meanwhile, or the
+                manifest cannot be written. The previous save and its files then stay, because a machine
+                that crashes now may restart with the old manifest.
         """
-        self._refuse_if_overtaken()
+        self._refuse_if_replaced()
         _check_present(self.directory, manifest.files)
         data = encode_manifest(manifest)
-        # The copy marks the save as complete, and outlives the next commit if the save is kept.
+        # The copy marks the save as complete, and stays after the next commit if the save is kept. Its fsync
+        # must precede `replace`: a crash must never leave a manifest that names files not yet on disk.
         (self.directory / MANIFEST).write(data)
         self.directory.sync()
-        self._refuse_if_overtaken()
-        self._is_replacing = True
+        self._refuse_if_replaced()  # again, because writing took time and a store has no lock
+        self._is_replacing = True  # before `replace`: its rename may succeed and its fsync still raise
         (self._path / MANIFEST).replace(data, temporary=f".{MANIFEST}.{self.save_id}.tmp")
-        with contextlib.suppress(CheckpointError):  # what is committed stays committed
+        with contextlib.suppress(CheckpointError):  # the commit stands even if collection fails
             _collect(
                 self._path,
                 self.save_id,
@@ -176,30 +180,30 @@ class Transaction:
             )
         self.release()
 
-    def _refuse_if_overtaken(self) -> None:
+    def _refuse_if_replaced(self) -> None:
         if self._lock is None and _read_manifest(self._path) != self._previous:
             raise CheckpointError(
                 f"cannot commit to '{self._path}': another run has saved to it meanwhile.",
-                remedy="Give every run a path of its own; what the other run saved is intact.",
+                remedy="Give every run its own path; the checkpoint of the other run is intact.",
             )
 
     def discard(self) -> str:
-        """Remove what a failed save left, as far as that is possible; never what was committed.
+        """Remove the files of a failed save as far as possible, but never a committed save.
 
         Returns:
-            What is at the path now, for people; empty where this would have been the first save.
+            A sentence about the checkpoint now at the path; empty if this was the first save.
         """
-        standing = self._standing()
-        if standing not in (_NEW, _UNKNOWN):
+        outcome = self._outcome()
+        if outcome not in (_NEW, _UNKNOWN):
             for left in (self._path / f".{MANIFEST}.{self.save_id}.tmp", self.directory):
                 with contextlib.suppress(CheckpointError):
                     _remove(left)
         self.release()
-        self._path.remove_if_empty()  # only if this save made it: it is not empty otherwise
-        return standing
+        self._path.remove_if_empty()  # a directory that this save did not create is not empty
+        return outcome
 
-    def _standing(self) -> str:
-        """Which save is the checkpoint: a commit may come through although it seems to fail."""
+    def _outcome(self) -> str:
+        """Return a sentence about the committed save: a commit may succeed although it raised."""
         if self._is_replacing:
             try:
                 manifest = _read_manifest(self._path) or b""
@@ -210,22 +214,22 @@ class Transaction:
         return "" if self._is_first else _PREVIOUS
 
     def release(self) -> None:
-        """Let others save to this path; nothing else may be done afterwards."""
+        """Release the lock, so that other runs may save here. This must be the last call."""
         if self._lock is not None:
             self._lock.release()
 
 
-_PREVIOUS = "The checkpoint that was saved there before is whole."
-_NEW = "The new checkpoint is there, whole, but a crash of the machine may bring the one before back."
-_UNKNOWN = "The new checkpoint or the one before is there, whole."
+_PREVIOUS = "The previous checkpoint at this path is intact."
+_NEW = "The new checkpoint is committed and intact, but a crash of the machine may restore the previous one."
+_UNKNOWN = "Either the new or the previous checkpoint is at this path, intact."
 
 
 def _new_id(path: Place) -> str:
-    """An id behind those of all saves that are there, also after the clock has been set back."""
+    """Return an id that sorts after those of all existing saves, even if the clock was set back."""
     stamp = now().replace(tzinfo=None)
     newest = max((name for name in path.names() if is_save_id(name)), default="")
     if newest:
-        with contextlib.suppress(ValueError, OverflowError):  # a directory somebody named 99999999T...
+        with contextlib.suppress(ValueError, OverflowError):  # a user's directory named 99999999T...
             stamp = max(stamp, datetime.strptime(newest[:22], _STAMP) + timedelta(microseconds=1))
     return f"{stamp:{_STAMP}}-{secrets.token_hex(4)}"
 
@@ -234,7 +238,7 @@ def _check_present(directory: Place, files: Mapping[str, FileEntry]) -> None:
     sizes = directory.sizes(files)
     for name, entry in files.items():
         if name not in sizes:
-            raise CheckpointError(f"cannot commit '{directory / name}': it is not there.", remedy=_SHARED)
+            raise CheckpointError(f"cannot commit '{directory / name}': it is missing.", remedy=_SHARED)
         if sizes[name] != entry.size:
             raise CheckpointError(
                 f"cannot commit '{directory / name}': it has {sizes[name]} bytes, {entry.size} were written.",
@@ -242,7 +246,7 @@ def _check_present(directory: Place, files: Mapping[str, FileEntry]) -> None:
             )
 
 
-_SHARED = "Every rank must write to one shared file system, and nobody may remove anything meanwhile."
+_SHARED = "Every rank must write to one shared file system, and no process may remove files during a save."
 
 
 def _collect(path: Place, save_id: str, *, keep_previous: int, until: str | None) -> None:
@@ -252,10 +256,10 @@ def _collect(path: Place, save_id: str, *, keep_previous: int, until: str | None
         path: The checkpoint.
         save_id: The committed save, which is never removed.
         keep_previous: The number of other complete saves to keep, newest first.
-        until: Remove no save that began after the one of this id.
+        until: The newest save to remove; None removes saves of any age.
 
     Raises:
-        CheckpointError: Something could not be removed.
+        CheckpointError: A file or directory could not be removed.
     """
     for name, kind in candidates(path, save_id, keep_previous):
         if kind != "link" and (until is None or name.removeprefix(f".{MANIFEST}.") <= until):
@@ -263,7 +267,7 @@ def _collect(path: Place, save_id: str, *, keep_previous: int, until: str | None
 
 
 def candidates(place: Place, committed: str, keep_previous: int | None) -> Iterator[tuple[str, str]]:
-    """What is neither committed nor to be kept, newest save first."""
+    """Yield the name and kind of files that are neither committed nor to be kept, newest save first."""
     kept = 0
     for name in reversed(place.names()):
         if name in (committed, LOCK):
@@ -281,7 +285,7 @@ def candidates(place: Place, committed: str, keep_previous: int | None) -> Itera
 
 
 def _newest_known(path: Place, previous: bytes | None) -> str:
-    """The newest save that cannot be in progress: the one that the previous manifest named."""
+    """Return the newest save that cannot be in progress: the one that the previous manifest named."""
     known = [name for name in path.names() if is_save_id(name) and name.encode() in (previous or b"")]
     return max(known, default="")
 
@@ -295,7 +299,7 @@ def _is_temporary(name: str) -> bool:
 
 
 def _remove(place: Place) -> None:
-    # The manifest's copy goes first, so that a half-removed save never looks complete.
+    # Remove the manifest's copy first: a kill in between must not leave a save that looks complete.
     if is_save_id(place.name):
         (place / MANIFEST).remove()
     place.remove()

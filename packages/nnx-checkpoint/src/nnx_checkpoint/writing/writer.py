@@ -1,14 +1,13 @@
-"""Saving: all ranks together, in rounds, in the foreground or while training goes on.
+"""Save in rounds of all ranks, in the foreground or in the background of training.
 
-1. Every rank describes its shards; the coordinator collects the descriptions.
-2. The coordinator checks them, assigns the boxes, makes the save's directory and tells every rank what
-   is its own.
+1. Every rank describes its shards; the coordinator gathers the descriptions.
+2. The coordinator checks them, assigns the boxes, creates the save's directory and sends every rank its plan.
 3. Every rank writes its boxes and its own objects; the coordinator writes the index and the common
    objects, and commits.
 
-Planning, writing and committing live in their own modules; this one only puts them in order. An asynchronous
-save makes training wait for one copy only: the foreground encodes the objects and copies the tensors, without
-talking to other ranks, and a thread does the rest. One such save is in flight at a time; see
+Planning, writing and committing live in their own modules; this one calls them in order. An asynchronous
+save blocks training for one copy only: the foreground encodes the objects and copies the tensors, without
+communication, and a thread does the rest. One such save is in flight at a time; see
 `nnx_checkpoint.format.inflight`.
 """
 
@@ -51,7 +50,7 @@ def save(request: SaveRequest) -> None:
     The previous checkpoint at this path stays loadable until the new one is complete and on disk.
 
     Raises:
-        CheckpointError: On every rank, if any rank could not describe or write its shards. The previous
+        CheckpointError: A rank could not describe or write its shards (on every rank). The previous
             checkpoint at this path is then intact.
     """
     one = Save(request, control_group() if request.collective else None)
@@ -61,7 +60,7 @@ def save(request: SaveRequest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """What one rank saves, in the form in which it is described and written."""
+    """The shards and encoded objects that one rank saves."""
 
     shards: dict[str, Shard]
     private: frozenset[str]
@@ -73,7 +72,7 @@ class Save:
     """One save on one rank.
 
     Args:
-        request: The tensors and objects to save, and how.
+        request: The tensors, objects and options of the save.
         group: The ranks that save together, over a CPU backend; None for this process alone.
     """
 
@@ -90,7 +89,7 @@ class Save:
         self._failure: Exception | None = None
 
     def follow_previous(self) -> None:
-        """Wait for the save in flight: there is one at a time. Its error becomes that of this one.
+        """Wait for the save in flight (only one may run), and make this save fail if that one failed.
 
         Raises:
             CheckpointError: The save in flight failed.
@@ -101,21 +100,21 @@ class Save:
         except Exception as error:
             if self.group is None or (previous is not None and previous.collective):
                 raise
-            self.fail(error)  # only this rank knows of it: the others must not be left waiting
+            self.fail(error)  # a rank that raised alone would leave the others waiting
 
     def fail(self, error: Exception) -> None:
-        """Let `complete` fail on every rank, because of an error on this one."""
+        """Make `complete` fail on every rank with this rank's error."""
         self._failure = error
 
     def capture(self, stage: Callable[[dict[str, Shard]], dict[str, Shard]] = lambda shards: shards) -> None:
-        """Encode the objects and lift their tensors; called by `complete`, if it was not before.
+        """Encode the objects and lift their tensors. `complete` calls it unless the caller did.
 
         Args:
-            stage: Gives the same shards with data of its own, for a save that `complete` ends after the
-                caller has gone on to change what it passed.
+            stage: Function from shards to copies of them, for a save that runs while the caller changes the
+                tensors.
 
         Raises:
-            CheckpointError: Something among the objects cannot be saved.
+            CheckpointError: An object cannot be saved.
         """
         request = self.request
         common = Encoder("objects", request.opaque if self.rank == 0 else "skip")
@@ -131,7 +130,7 @@ class Save:
             if name in shards:
                 raise CheckpointError(
                     f"the tensor name '{name}' is reserved for a tensor inside the saved objects.",
-                    remedy="Rename the tensor; names starting with 'objects.' and 'rank.' are taken.",
+                    remedy="Rename the tensor; names starting with 'objects.' and 'rank.' are reserved.",
                 )
             shards[name] = shard
         private = {n for n, value in common.tensors.items() if not isinstance(value, (Shard, DTensor))}
@@ -141,7 +140,7 @@ class Save:
         """Plan, write and commit. Collective over the group.
 
         Raises:
-            CheckpointError: On every rank, if any rank could not describe or write its part.
+            CheckpointError: A rank could not describe or write its shards (on every rank).
         """
         try:
             descriptions = gather_descriptions(self.group, self._describe, doing=self.doing)
@@ -162,7 +161,7 @@ class Save:
             )
         except Exception:
             raise
-        except BaseException:  # such as Ctrl-C, of which `exchange` knows nothing
+        except BaseException:  # Ctrl-C, for example: `exchange` handles only `Exception`
             if self.transaction is not None:
                 self.transaction.discard()
             raise
@@ -171,15 +170,15 @@ class Save:
                 self.transaction.release()
 
     def _describe(self) -> list[Description]:
-        """What all ranks may know, and what only this one does, so that the former is the same on many."""
-        shards, private = self._taken().shards, self._taken().private
+        """Describe shared tensors apart from this rank's own, so that many ranks send one digest."""
+        shards, private = self._capture_once().shards, self._capture_once().private
         shared = {name: shard for name, shard in shards.items() if name not in private}
         own = {name: shards[name] for name in private if name in shards}
         self.descriptions = [describe(shared, aliases=self.request.aliases)]
         self.descriptions += [describe(own)] if own else []
         return self.descriptions
 
-    def _taken(self) -> _Captured:
+    def _capture_once(self) -> _Captured:
         if self._failure is not None:
             raise self._failure
         if self._captured is None:
@@ -194,18 +193,18 @@ class Save:
 
     def _write(self, rank_plan: RankPlan, broadcast: list[bytes]) -> Files:
         directory = self.path / rank_plan.save_id
-        entries, data = select(self.descriptions, self._taken().shards, broadcast, rank_plan)
+        entries, data = select(self.descriptions, self._capture_once().shards, broadcast, rank_plan)
         files = write_rank_file(directory, self.rank, entries, data)
-        files |= _write_all(directory, self._taken().own)
+        files |= _write_all(directory, self._capture_once().own)
         if files and self.rank:
-            directory.sync()
+            directory.sync()  # the coordinator syncs its own names in `commit`
         return files
 
     def _commit(self, files_of_ranks: list[Files]) -> list[None]:
         assert self.plan is not None
         assert self.transaction is not None
         files = {name: entry for files in files_of_ranks for name, entry in files.items()}
-        files |= _write_all(self.transaction.directory, self._taken().common)
+        files |= _write_all(self.transaction.directory, self._capture_once().common)
         self.transaction.finish(
             self.plan.index(),
             files,
@@ -216,16 +215,16 @@ class Save:
         return [None] * self.size
 
     def _give_up(self) -> str:
-        return "Nothing was changed there." if self.transaction is None else self.transaction.discard()
+        return "Nothing was changed at this path." if self.transaction is None else self.transaction.discard()
 
 
 def writer_info(world_size: int) -> dict[str, Any]:
-    """What the manifest records about the program that writes."""
+    """Return the manifest's record of the writing program: world size and versions."""
     return {"world_size": world_size, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 def encode_objects(rank: int | None, tree: Any, opaque: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files of an encoded tree: itself, and beside it what was set aside for pickle."""
+    """Return the files of an encoded tree: its JSON, and a pickle of the objects without encoding."""
     name = objects_file(rank)
     files = {name: json.dumps(tree, separators=(",", ":"), allow_nan=False).encode() + b"\n"}
     if opaque:
@@ -249,15 +248,15 @@ def _write_all(directory: Place, contents: Mapping[str, bytes]) -> Files:
 def _pickle(objects: dict[str, Any], buffer: io.BytesIO) -> None:
     try:
         torch.save(objects, buffer)
-    except Exception as error:  # pickle raises what the object's own methods raise
+    except Exception as error:  # the object's own methods may raise anything
         raise CheckpointError(
             f"an object among {sorted(objects)} cannot be pickled: {error}.",
-            remedy="Remove it from what is saved.",
+            remedy="Remove it from the saved objects.",
         ) from error
 
 
 def _shards_of(lifted: Mapping[str, Tensor | Shard], *, keep_plain: bool = True) -> dict[str, Shard]:
-    """Describe lifted tensors; on ranks that do not store plain ones, leave those out."""
+    """Describe lifted tensors (without plain tensors on ranks that do not store them)."""
     shards: dict[str, Shard] = {}
     for name, value in lifted.items():
         if isinstance(value, Shard):
