@@ -310,7 +310,7 @@ def test_files_that_cannot_be_true_are_refused(
 
 def test_one_ranks_file_is_not_taken_for_the_whole(written: Callable[..., Path]) -> None:
     path = written("tp")
-    with pytest.raises(CheckpointError, match=r"one rank's part of a checkpoint of type 'sharded'.*Open its"):
+    with pytest.raises(CheckpointError, match=r"one rank's shard of a checkpoint of type 'sharded'.*Open"):
         storage.open_checkpoint(path / "0.pt")
 
 

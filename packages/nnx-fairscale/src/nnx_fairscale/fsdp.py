@@ -1,4 +1,4 @@
-"""fairscale's FullyShardedDataParallel behind ``fairscale_fsdp``."""
+"""The engine behind ``fairscale_fsdp``: fairscale's FullyShardedDataParallel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-# Which modules become units: those that `wrap()` was called on, or those that a policy chooses.
+# Units are the modules that `wrap()` was called on, or those that a policy chooses.
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -50,9 +50,9 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 @contextmanager
 def wrap_with(function: Callable[[nn.Module], None], options: FairscaleFSDPOptions) -> Iterator[None]:
-    """Within it fairscale's ``wrap`` and ``auto_wrap``, and torch's ``wrap``, call a function.
+    """Context manager in which the ``wrap`` of fairscale and torch, and ``auto_wrap``, call a function.
 
-    The module itself stays in its place.
+    Their module stays in its place.
     """
     wrapper = _wrapper(function)
     with fairscale_enable_wrap(_policy(options), wrapper_cls=wrapper), enable_wrap(wrapper_cls=wrapper):
@@ -60,7 +60,7 @@ def wrap_with(function: Callable[[nn.Module], None], options: FairscaleFSDPOptio
 
 
 def choose_units(root: nn.Module, options: FairscaleFSDPOptions) -> list[nn.Module]:
-    """The modules under `root` that the policy makes units, children before parents.
+    """Return the modules under `root` that the policy chooses as units, children before parents.
 
     Raises:
         OptionError: The policy is of the wrong type or matches nothing.
@@ -76,7 +76,7 @@ def choose_units(root: nn.Module, options: FairscaleFSDPOptions) -> list[nn.Modu
         chosen = [module for module in root.modules() if module in layers][::-1]
         if not chosen:
             raise OptionError(
-                f"auto_wrap_policy names {layers}, of which {type(root).__name__} has none.",
+                f"auto_wrap_policy names {layers}, but {type(root).__name__} has no such layer.",
                 remedy="Check the layer classes, or leave the policy out.",
             )
     return [module for module in chosen if module is not root and _can_be_unit(module, root)]
@@ -90,7 +90,7 @@ def _policy(options: FairscaleFSDPOptions) -> Callable[..., bool]:
 
 
 def _wrapper(function: Callable[[nn.Module], None]) -> type:
-    """A class that gives back what it is given: fairscale asks whether children are instances."""
+    """Return a class whose constructor returns the module; fairscale calls `isinstance` with it."""
 
     def wrap(cls: type, module: nn.Module, **_: Any) -> nn.Module:
         function(module)
@@ -100,7 +100,7 @@ def _wrapper(function: Callable[[nn.Module], None]) -> type:
 
 
 def _can_be_unit(module: nn.Module, root: nn.Module) -> bool:
-    """It has parameters, is called, and shares none of them with modules outside of it."""
+    """Return True if a module has parameters, has a forward, and shares no parameter with outside modules."""
     own = {id(parameter) for parameter in module.parameters()}
     if not own or isinstance(module, _CONTAINERS):
         return False
@@ -116,21 +116,21 @@ def _can_be_unit(module: nn.Module, root: nn.Module) -> bool:
 T = TypeVar("T")
 
 _REMEDY = (
-    "Call every layer that is a unit on every rank in the same order, return a loss that depends on them, "
-    "and read weights and gradients on every rank; or make the layer that chooses between units the unit, "
-    "by `wrap()` or auto_wrap_policy; or use strategy 'fairscale_sharded'."
+    "Call every unit on every rank in the same order, return a loss that depends on all of them, and read "
+    "weights and gradients on every rank. Or wrap the layer that chooses between units as one unit, by "
+    "`wrap()` or auto_wrap_policy. Or use strategy 'fairscale_sharded'."
 )
 
 
 @dataclass(slots=True)
 class _Layout:
-    """What was done to one root module, to be undone when its training ends.
+    """The changes to one root module, to be undone when its training ends.
 
     Attributes:
-        units: The unit of each module that is one; nested ones first, the root last.
+        units: The unit of each wrapped module; nested ones first, the root last.
         changed: Modules whose forward was replaced on the instance.
-        strides: Meta tensors with the strides of the user's parameters whose elements did not lie in order.
-        replicated: It averages the gradients of what fairscale cannot shard.
+        strides: Meta tensors with the strides of the user's parameters that were not contiguous.
+        replicated: The averaging of the parameters that fairscale cannot shard.
     """
 
     units: dict[nn.Module, Unit] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class _Layout:
 
 
 class _Forward(partial[Any]):
-    """Calls a forward, its last argument, in the way of the engine; a copy of the module is plain."""
+    """Calls a forward, its last argument, through the engine. A copy of the module has a plain forward."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.args[-1], memo)
@@ -149,7 +149,7 @@ class _Forward(partial[Any]):
 class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
     """Shards parameters, gradients and optimizer state over the ranks with fairscale's FSDP.
 
-    The model's tree, names and parameter objects stay as they are; see `Unit`.
+    The model's tree, names and parameter objects do not change; see `Unit`.
     """
 
     Options = FairscaleFSDPOptions
@@ -157,7 +157,7 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
     def __init__(self, options: FairscaleFSDPOptions) -> None:
         super().__init__(options)
         self._layouts: dict[nn.Module, _Layout] = {}
-        self._unfinished = _Layout()  # of units that were wrapped before their root is known
+        self._unfinished = _Layout()  # units that are wrapped before their root is known
         self._pieces: dict[nn.Parameter, Piece] = {}
         self._stream: NullStream | None = None
         self._gather_group: dist.ProcessGroup | None = None
@@ -169,7 +169,7 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
         self._accumulates = self._has_failed = False
 
     def setup(self, context: ParallelContext) -> None:
-        """Put the CPU shim in place, or make the group that reduces beside the gathers."""
+        """Install the CPU shim, or make the group that reduces in parallel with the gathers."""
         super().setup(context)
         self._checkpointed = Layers(self.options.activation_checkpointing, option="activation_checkpointing")
         if context.device.type == "cpu":
@@ -179,7 +179,7 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
             self._gather_group, self._reduce_group = dist.new_group(), dist.new_group()
 
     def teardown(self) -> None:
-        """Take the CPU shim back, and give every optimizer its state."""
+        """Remove the CPU shim, and restore the state of every optimizer."""
         self._states.remove()
         if self._stream is not None:
             self._stream = None
@@ -187,7 +187,7 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
         self._gather_group = self._reduce_group = None
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """Within it ``wrap()``, fairscale's or torch's, shards its module at once."""
+        """Return a context in which ``wrap()``, fairscale's or torch's, shards its module at once."""
         return wrap_with(self._wrap, self.options)
 
     def _wrap(self, module: nn.Module) -> None:
@@ -195,7 +195,7 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
             self._make_unit(module, name=type(module).__name__)
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Shard the units bottom-up and the rest with the root; the parameters stay the same objects."""
+        """Shard the units bottom-up, then all others with the root; parameters stay the same objects."""
         if module in self._layouts:
             return {}
         layout = self._unfinished
@@ -206,24 +206,24 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
                 self._make_unit(unit, name=type(unit).__name__)
         self._refuse_split_ties(module)
         layout.replicated = GradientReducer(
-            (p for p in self._odd_ones(module) if p.is_floating_point() or p.is_complex()),
+            (p for p in self._unshardable(module) if p.is_floating_point() or p.is_complex()),
             bucket_bytes=max(1, self.options.bucket_cap_mb) * 2**20,
         )
         self._make_unit(module, name="")
         self._route_calls(module, layout)
         self._layouts[module] = layout
         self._unfinished = _Layout()
-        self._show_whole(module, layout)
+        self._show_unsharded(module, layout)
         return {}
 
     def summary(self, module: nn.Module) -> str:
-        """The number of units."""
+        """Return the number of units."""
         layout = self._layouts.get(module)
         count = 0 if layout is None else len(layout.units)
         return f"{count} {'unit' if count == 1 else 'units'}, the root among them"
 
-    def _show_whole(self, module: nn.Module, layout: _Layout) -> None:
-        """Let user code see whole parameters between steps, and units tell of their collectives."""
+    def _show_unsharded(self, module: nn.Module, layout: _Layout) -> None:
+        """Show user code unsharded parameters between steps, and check the units' collectives."""
         if self._order is None or self._weights is None:
             self._order = CollectiveOrder(remedy=_REMEDY)
             self._weights = Weights(self._order, self._writes)
@@ -231,7 +231,7 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
         for owner, unit in layout.units.items():
             unit.order, unit.writes = self._order, self._writes
             unit.belong_to(layout.units[module])
-            unit.label = names.get(owner) or f"{type(module).__name__} (what is in no other unit)"
+            unit.label = names.get(owner) or f"{type(module).__name__} (parameters outside of units)"
         self._weights.show(layout.units.values(), {p: name for name, p in module.named_parameters()})
         self._order.open()
 
@@ -241,7 +241,7 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
         self._recompute(module)
         inside = set(module.modules())
         nested = [unit for owner, unit in layout.units.items() if owner in inside]
-        for parameter in self._odd_ones(module):
+        for parameter in self._unshardable(module):
             leave_out(parameter)
         layout.strides |= lay_in_order(p for p in module.parameters() if not is_taken(p))
         unit = layout.units[module] = Unit(module, nested, stream=self._stream, **self._settings())
@@ -251,7 +251,7 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
             layout.changed.add(module)
 
     def _route_calls(self, root: nn.Module, layout: _Layout) -> None:
-        """Let the root be called outside of a step, and with manual optimization every part of it."""
+        """Route calls of the root through its unit; with manual optimization, of every submodule too."""
         unit = layout.units[root]
         unit.become_root()
         is_automatic = getattr(root, "automatic_optimization", True)
@@ -293,7 +293,7 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
         }
 
     def _prepare(self, module: nn.Module, *, name: str) -> None:
-        """Real, equal weights on this rank's device."""
+        """Materialize the weights on this rank's device, equal on all ranks."""
         device = self.context.device
         free = [parameter for parameter in module.parameters() if not is_taken(parameter)]
         materialize(module, device, name=name)
@@ -308,7 +308,7 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
                 parameter.data = parameter.data.cpu()
 
     def _refuse_split_ties(self, root: nn.Module) -> None:
-        """A unit took a parameter that a module outside of it still uses."""
+        """Refuse a unit that took a parameter which a module outside of it still uses."""
         for module, unit in self._unfinished.units.items():
             own, inside = {piece.parameter for piece in unit.pieces}, set(module.modules())
             outside = (
@@ -321,11 +321,11 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
             if shared := ", ".join(outside):
                 raise UnsupportedError(
                     f"a unit shares parameters with modules outside of it: {shared}.",
-                    remedy="Do not wrap it: what is not wrapped is sharded with the root, tied or not.",
+                    remedy="Do not wrap it. Parameters outside of units are sharded with the root, tied too.",
                 )
 
-    def _odd_ones(self, module: nn.Module) -> list[nn.Parameter]:
-        """What fairscale cannot shard: other dtypes, and what has no elements, which may be all of a unit."""
+    def _unshardable(self, module: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters that fairscale cannot shard: empty ones, and those that are not float32."""
         free = (p for p in module.parameters() if p not in self._pieces)
         return [p for p in free if p.dtype != torch.float32 or not p.numel()]
 
@@ -337,18 +337,18 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
             if any(inner in layout.units for inner in submodule.modules()):
                 raise UnsupportedError(
                     f"activation_checkpointing names {type(submodule).__name__}, which contains a unit.",
-                    remedy="Make it a unit, with `wrap()` or auto_wrap_policy, and not what is inside.",
+                    remedy="Make it a unit, by `wrap()` or auto_wrap_policy, instead of the modules inside.",
                 )
             submodule.forward = _Forward(checkpoint, submodule.forward, use_reentrant=False)
             layout.changed.add(submodule)
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse optimizers whose update of an element depends on more than that element."""
+        """Refuse optimizers whose update of one element reads other elements."""
         for optimizer in optimizers:
             with local_mode():
                 trial = try_optimizer(optimizer, shape_of=self._whole_shape)
             if trial.dependence != "element":
-                needs = "whole parameters" if trial.dependence == "parameter" else "all parameters together"
+                needs = "full parameters" if trial.dependence == "parameter" else "all parameters together"
                 untried = f", or cannot be tried ({trial.error})" if trial.error else ""
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} cannot work on fairscale's flat shards: its update needs "
@@ -358,15 +358,15 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
                 )
         if self.context.world_size > 1:
             for optimizer in optimizers:
-                self._states.hide(optimizer, "each rank has that of its pieces")
+                self._states.hide(optimizer, "each rank has the state of its own shards")
 
     def _whole_shape(self, parameter: nn.Parameter) -> torch.Size:
         piece = self._pieces.get(parameter)
         shape = parameter.shape if piece is None else piece.shape
-        return torch.Size(max(1, size) for size in shape)  # a trial sees nothing where there are no elements
+        return torch.Size(max(1, size) for size in shape)  # a trial cannot judge an empty tensor
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Gather every parameter into the user's own object, take fairscale off. Collective."""
+        """Gather every parameter into the user's own object, and remove fairscale. Collective."""
         self._has_failed = False
         layout = self._layouts.pop(module, self._unfinished)
         self._unfinished = _Layout()
@@ -405,7 +405,7 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
             self._in_step += 1
             try:
                 if torch.is_grad_enabled() and not getattr(module, "automatic_optimization", True):
-                    # it calls backward itself, outside of the calls of the model
+                    # the step calls backward itself, outside of the model's forward
                     return self._ended(step(*args, **kwargs))
                 result = self._through_root(layout.units[module], step, *args, **kwargs)
                 return result if torch.is_grad_enabled() else self._ended(result)
@@ -418,7 +418,7 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
         return result
 
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients, those of weights that were read in plain code too."""
+        """Compute gradients, also of weights that plain code has read."""
         if self._order is None or self._weights is None:
             super().backward(module, loss, *args, **kwargs)
             return
@@ -427,6 +427,8 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
         self._has_failed = True
         with self._order.reporting(), ExitStack() as stack:
             for layout in self._layouts.values():
+                # The flag stays set if backward raises: fairscale's flat parameters then hold gradients of a
+                # part of the layers, and nothing tells which.
                 if layout.replicated is not None:
                     stack.enter_context(layout.replicated.in_backward())
             for layout in self._layouts.values():
@@ -441,7 +443,7 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
     def _refuse_after_failure(self) -> None:
         if self._has_failed:
             raise UnsupportedError(
-                "a backward ended with an error that was caught, and fairscale's flat parameters hold some "
+                "a backward failed and its error was caught. fairscale's flat parameters still hold some "
                 "of its gradients.",
                 remedy="Let the error end the run and resume from the last checkpoint, skip the batch before "
                 "its backward, or use strategy 'fairscale_sharded'.",
@@ -459,9 +461,9 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
-        """Keep gradients, whole ones, on this rank until the first backward outside of it.
+        """Accumulate complete gradients on this rank until the first backward outside.
 
-        Where somebody waits for accumulated gradients they are reduced after each backward.
+        If hooks read accumulated gradients, every backward reduces them.
         """
         if self._weights is not None and self._weights.has_hooks:
             yield
@@ -477,7 +479,7 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
             yield
 
     def local(self) -> AbstractContextManager[Any]:
-        """Around the engine's own work: parameters are this rank's shards."""
+        """Return a context for the engine's own work, in which parameters are this rank's shards."""
         return nullcontext() if self._weights is None else self._weights.stepping()
 
     def views(self, optimizer: Optimizer) -> list[Weights]:
@@ -485,7 +487,7 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
         return [] if self._weights is None else [self._weights]
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
-        """Handles on this rank's parts of the gradients."""
+        """Return handles on the gradients of this rank's shards."""
         found = []
         with self.local():
             for group in optimizer.param_groups:
@@ -496,7 +498,7 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
         return found
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run the optimizer's step on the shards; what is gathered of the old weights is freed."""
+        """Run the optimizer's step on the shards; free gathered old weights first."""
         self._refuse_after_failure()
         result = super().optimizer_step(optimizer, step, *args, **kwargs)
         if self._weights is not None:
@@ -506,7 +508,7 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
         return result
 
     def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
-        """Where this rank's part of a parameter, or of its optimizer state, lies; other tensors are whole."""
+        """Return the shard of a parameter or its optimizer state; other tensors are replicated."""
         owner = tensor if isinstance(tensor, nn.Parameter) else parameter
         piece = None if owner is None else self._pieces.get(owner)
         with local_mode():
@@ -515,19 +517,19 @@ class FairscaleFSDPBackend(PartsBackend[FairscaleFSDPOptions]):
             return piece.shard(tensor)
 
     def written(self, module: nn.Module) -> Mapping[str, int]:
-        """What was written into parameters of units, of which each rank keeps its own shard."""
+        """Return checksums of user code's writes to parameters of units."""
         if self._weights is not None:
             self._weights.flush()
         return self._writes.take(module)
 
     def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Gather anew what was loaded."""
+        """Gather the loaded weights again."""
         for layout in self._layouts.values():
             self._free(layout)
 
 
 def _refuse_sparse_gradients(root: nn.Module) -> None:
-    """A unit's gradients are views on one flat tensor."""
+    """Refuse sparse gradients, because a unit's gradients are views of one flat tensor."""
     for name, module in root.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise UnsupportedError(
@@ -546,7 +548,7 @@ def _going_backward(root: Unit) -> Iterator[None]:
 
 
 class _Only(nn.Module):
-    """Some parameters of a module, with its buffers, for what works on whole modules."""
+    """Some parameters of a module, with its buffers, for functions that take a module."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], module: nn.Module) -> None:
         super().__init__()

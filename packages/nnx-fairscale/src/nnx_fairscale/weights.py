@@ -1,11 +1,11 @@
-"""What user code sees of parameters in units: whole values and gradients, of which the rank's part is kept.
+"""Show user code the parameters in units as unsharded, with their gradients, and copy writes into the shards.
 
-Between steps a parameter's data is this rank's piece of it. Code written for one process expects the whole,
-so each is guarded (`nnx_core.view.guard`): a whole is gathered when somebody asks for values, and what is
-changed in it is written back. In a forward the modules have views on what their unit has gathered, which need
-no guard.
+Between steps, the data of a parameter is this rank's shard. Code for one process expects all elements, so
+each parameter is guarded (`nnx_core.view.guard`): the guard gathers the tensor when user code reads values,
+and copies changes back. In a forward the modules hold views of the unit's gathered parameters, which need no
+guard.
 
-`Weights` has all parts of a backend and knows when wholes end: before the engine works on pieces again.
+`Weights` holds all guarded parameters of a backend. It frees gathered tensors before the engine uses shards.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from nnx_fairscale._fairscale_fsdp import Piece, Unit
 
 
 class _PiecePart(Part):
-    """What is known of a tensor that is laid out like a parameter: of it, or of its gradient.
+    """The part of a tensor with the layout of a parameter: of the parameter or of its gradient.
 
     Args:
-        tensor: This rank's elements.
+        tensor: The elements of this rank.
         piece: The parameter.
-        unit: The unit that has it.
-        weights: Decides how long wholes are kept.
-        name: The name used in messages.
+        unit: The unit of the parameter.
+        weights: The object that decides how long gathered tensors are kept.
+        name: The name for messages.
     """
 
     def __init__(self, tensor: Tensor, piece: Piece, unit: Unit, weights: Weights, name: str) -> None:
@@ -72,7 +72,7 @@ class _PiecePart(Part):
                 self._seen, self._users = Snapshot(self._value), storage_users(self._value)
                 self._sum = self._sum_of(self._value)
                 self._weights.keep(self)
-            return self._value.detach()  # who holds it is seen in the storage
+            return self._value.detach()  # a view: `is_viewed` counts the users of its storage
 
     def _gather(self) -> Tensor:
         own, unit, piece = self.tensor.detach()[: self.piece.length], self.unit, self.piece
@@ -92,7 +92,7 @@ class _PiecePart(Part):
         return torch.cat(parts).view(piece.shape).to(own.device)
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's elements of a tensor of the logical shape."""
+        """Return this rank's elements of a tensor of the logical shape."""
         return whole.reshape(-1)[self.piece.start : self.piece.start + self.piece.length]
 
     def flush(self) -> None:
@@ -106,20 +106,20 @@ class _PiecePart(Part):
                 self._seen, self._sum = Snapshot(value), self._sum_of(value)
 
     def _sum_of(self, whole: Tensor) -> Tensor | None:
-        """A checksum, if the ranks are about to be compared."""
+        """Return a checksum if the ranks compare writes."""
         return None
 
     def _note(self, whole: Tensor, before: Tensor | int | None) -> None:
-        """User code has made of `before` what the whole is now."""
+        """Note that user code has changed the tensor with checksum `before`."""
 
     def forget(self) -> None:
-        """Write back what was changed, and free the whole."""
+        """Copy changes back, and free the gathered tensor."""
         self.flush()
         self._value = self._seen = None
 
     @property
     def is_viewed(self) -> bool:
-        """True if somebody else holds the memory of the whole, and may write into it."""
+        """True if anything but this part holds the memory of the gathered tensor, and may write into it."""
         return self._value is not None and storage_users(self._value) > self._users
 
     def assign(self, whole: Tensor) -> None:
@@ -127,8 +127,8 @@ class _PiecePart(Part):
         value = whole if held is None else held.value()
         if value.shape != self.piece.shape or value.dtype != self.tensor.dtype:
             raise UnsupportedError(
-                f"{self.name!r}, a {self.tensor.dtype} tensor of shape {tuple(self.piece.shape)} that is "
-                f"sharded, is given data of shape {tuple(value.shape)} and {value.dtype}.",
+                f"{self.name!r}, a sharded {self.tensor.dtype} tensor of shape {tuple(self.piece.shape)}, "
+                f"is given data of shape {tuple(value.shape)} and {value.dtype}.",
                 remedy="Give it data of the same shape and dtype, or change it before training.",
             )
         with local_mode(), torch.no_grad():
@@ -147,7 +147,7 @@ class _PiecePart(Part):
         return None
 
     def gradient_given(self, gradient: Any) -> None:
-        """A gradient has none."""
+        """Ignore it, because a gradient has no gradient."""
 
     def hook(self, register: Callable[..., Any], hook: Callable[..., Any]) -> Any:
         with local_mode():
@@ -155,7 +155,7 @@ class _PiecePart(Part):
 
 
 class _GradientPart(HeldByTensor, _PiecePart):
-    """What is known of a gradient; while it accumulates unreduced, this rank has all of its own."""
+    """The part of a gradient. While gradients accumulate unreduced, this rank has its own complete one."""
 
     def value(self) -> Tensor:
         unreduced = self.unit.unreduced_gradient(self.piece)
@@ -163,7 +163,7 @@ class _GradientPart(HeldByTensor, _PiecePart):
 
 
 class _ParameterPart(_PiecePart):
-    """What is known of a parameter."""
+    """The part of a parameter."""
 
     def __init__(self, piece: Piece, unit: Unit, weights: Weights, name: str) -> None:
         super().__init__(piece.parameter, piece, unit, weights, name)
@@ -195,7 +195,7 @@ class _ParameterPart(_PiecePart):
         self._weights.writes.add(self.piece.parameter, whole, before)
 
     def drop_leaf(self) -> None:
-        """No loss will come that depends on what was gathered."""
+        """Drop the leaf, because no further loss can depend on it."""
         self._leaf = None
 
     def gradient_shown(self) -> Tensor | None:
@@ -236,7 +236,7 @@ class _ParameterPart(_PiecePart):
             self.tensor.grad[: self.piece.length].copy_(self.own(value))
 
     def assign(self, whole: Tensor) -> None:
-        """Take over values; a parameter that is trained must not share them with other tensors."""
+        """Copy the values; remember them for a trained parameter, which must not share them."""
         super().assign(whole)
         with local_mode():
             if self.tensor.requires_grad and part_of(whole) is None:
@@ -244,7 +244,7 @@ class _ParameterPart(_PiecePart):
                 self._weights.watch_assigned(self)
 
     def take_assigned(self) -> Tensor | None:
-        """What was assigned to ``data`` since the last call."""
+        """Return the tensor that user code assigned to ``data`` since the last call."""
         assigned, self._assigned = self._assigned, None
         return assigned
 
@@ -253,7 +253,7 @@ class _ParameterPart(_PiecePart):
         """Add this rank's shard of the mean of the ranks' gradients. Collective.
 
         Args:
-            gradient: This rank's gradient of the gathered parameter; None if only other ranks have one.
+            gradient: The gradient of the gathered parameter on this rank; None if only other ranks have one.
         """
         unit = self.unit
         if gradient is None:
@@ -267,7 +267,7 @@ class _ParameterPart(_PiecePart):
         self.tensor.grad[: self.piece.length].add_(self.own(mean).to(self.tensor.device))
 
     def call_hooks(self) -> None:
-        """Call what waits for an accumulated gradient."""
+        """Call the hooks for an accumulated gradient."""
         hooks = getattr(self.tensor, "_post_accumulate_grad_hooks", None) or {}
         if self.tensor.grad is not None:
             for hook in list(hooks.values()):
@@ -276,11 +276,11 @@ class _ParameterPart(_PiecePart):
 
 
 class Weights(GuardedParameters[_PiecePart, _ParameterPart]):
-    """All parameters in units of one backend, as user code sees them.
+    """All parameters in units of one backend, in user code's view.
 
     Args:
-        order: Notices a whole that only some ranks ask for.
-        writes: Sums up what user code writes.
+        order: The order of collectives; it notices a tensor that only some ranks read.
+        writes: The checksums of user code's writes.
     """
 
     def __init__(self, order: CollectiveOrder, writes: Writes) -> None:
@@ -298,37 +298,39 @@ class Weights(GuardedParameters[_PiecePart, _ParameterPart]):
                 guard(piece.parameter, part)
 
     def release(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give parameters their own class back."""
+        """Restore the class of parameters."""
         self.flush()
         for parameter in parameters:
             if self._parts.pop(parameter, None) is not None:
                 unguard(parameter)
 
     def before_gather(self, part: _PiecePart) -> None:
-        """All ranks must ask for this whole."""
+        """Check that all ranks gather the same parameter."""
         self._order.arrive(f"the gather of {part.name}, which code outside of its layer reads")
 
     def watch_assigned(self, part: _ParameterPart) -> None:
-        """Remember a parameter that was given data."""
+        """Remember a parameter whose ``data`` user code has set."""
         self._assigned.append(part)
 
     def refuse_shared_data(self) -> None:
-        """After a step: in one process it would have changed what shares memory with a parameter."""
+        """Refuse ``data`` that shares memory: in one process a step would change the other tensor too."""
         parts, self._assigned = self._assigned, []
         given = {part.name: tensor for part in parts if (tensor := part.take_assigned()) is not None}
+        # Tensors that user code has dropped have no other users than `given`. `alone` measures how many users
+        # a storage has that only one name holds.
         ours = Counter(tensor.untyped_storage().data_ptr() for tensor in given.values())
         alone = storage_users(torch.empty(1)) - 1
         for name, tensor in given.items():
             if storage_users(tensor) > alone + ours[tensor.untyped_storage().data_ptr()]:
                 raise UnsupportedError(
-                    f"{name!r} was given `data` that another tensor shares, which the optimizer's step would "
-                    "change with it in one process, and cannot here.",
+                    f"{name!r} was given `data` that another tensor shares. In one process the optimizer's "
+                    "step would change both, and here it cannot.",
                     remedy="Assign a copy: `parameter.data = tensor.clone()`. For ModelPruning, pass "
                     "`use_lottery_ticket_hypothesis=False`.",
                 )
 
     def begin_step(self) -> None:
-        """What was read in earlier steps is in no loss to come."""
+        """Drop the leaves of earlier steps, because no further loss can depend on them."""
         self.flush()
         for part, _ in self._leaves:
             part.drop_leaf()
@@ -336,13 +338,13 @@ class Weights(GuardedParameters[_PiecePart, _ParameterPart]):
 
     @property
     def has_hooks(self) -> bool:
-        """True if somebody waits for accumulated gradients, which must be reduced then."""
+        """True if hooks read accumulated gradients, which backward must then reduce."""
         with local_mode():
             return any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._parts)
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        """Average the gradients of wholes, and add them to those of the units. Collective."""
+        """Average the gradients of gathered reads, and add them to the units' gradients. Collective."""
         with local_mode():
             self._add_gradients_of_leaves()
             for part in self._parts.values():

@@ -1,6 +1,6 @@
 """Fully sharded data parallel (FSDP2) for PyTorch Lightning, as an nnx plugin.
 
-Importing this package imports neither torch nor Lightning; `nnx_fsdp.backend` is the engine, and
+Importing this package imports neither torch nor Lightning. `nnx_fsdp.backend` is the engine, and
 `nnx_fsdp.sharding` is FSDP2 for engines of other packages.
 """
 

@@ -1,6 +1,6 @@
-"""Private names of torch's FSDP2 that this package uses.
+"""Use the private names of torch's FSDP2.
 
-`PRIVATE_NAMES` lists them, with the versions they were seen in; tests/test_private_names.py looks them up.
+`PRIVATE_NAMES` lists them with the torch versions that have them; tests/test_private_names.py checks them.
 """
 
 from __future__ import annotations
@@ -58,28 +58,28 @@ PRIVATE_NAMES = {
     "Module._parameters": Private(_SETUP),
     "CompiledFunction._torchdynamo_orig_callable": Private("copying a compiled model is not refused"),
 }
-"""The private names of torch that this module uses, and what happens where torch lacks one."""
+"""The private names of torch that this module uses, each with its effect if torch lacks it."""
 
-SHARDS_INTEGERS = torch.__version__ >= "2.12"  # it compares as a version
-"""Whether FSDP2 can shard integer parameters. Torch 2.11 sets `requires_grad`, which integers refuse."""
+SHARDS_INTEGERS = torch.__version__ >= "2.12"  # TorchVersion compares by version, not by letters
+"""True if FSDP2 can shard integer parameters. Torch 2.11 sets `requires_grad`, which integers refuse."""
 
-# FSDP2 puts its own parameter objects under fixed names, writes nothing back from what it has gathered, and
-# frees it after any backward; no public option changes this.
+# FSDP2 registers its own parameter objects under fixed names, never copies the gathered weights back into the
+# shards, and frees them after every backward. No public option changes this.
 
 
 class GatheredWeight(nn.Parameter):
-    """What a module has as its weight while a step computes with it: whole, and gone after it.
+    """The gathered parameter that a module holds while a step computes with it.
 
-    It is no guard: every operator of a forward would go through Python (an `F.linear` of 8 by 8 took twice
-    as long). So only ``data`` and ``grad`` are properties, and torch functions are left alone.
+    It is no guard, because a guard sends every operator of a forward through Python: an `F.linear` of 8 by 8
+    took twice as long. So only ``data`` and ``grad`` are properties, and torch functions are unchanged.
 
     Attributes:
-        _part: The part of the sharded parameter, which hears of writes through ``data``.
+        _part: The part of the sharded parameter. It is marked when user code takes ``data``.
     """
 
     @property
     def data(self) -> Tensor:
-        """As of any tensor; what is written into it reaches the shards."""
+        """The data, as of any tensor; the part then copies writes into the shards."""
         part = vars(self).get("_part")
         if part is not None:
             part.may_be_written = True
@@ -96,7 +96,7 @@ class GatheredWeight(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """What a backward has just left here, which is all that FSDP2 sees; else that of the shard, whole."""
+        """The unreduced gradient. Without one, user code gets the shard's gradient, unsharded."""
         own = _GRAD.__get__(self)
         part: Any = vars(self).get("_part")
         if own is None and _is_for_user(part):
@@ -113,15 +113,16 @@ class GatheredWeight(nn.Parameter):
 
 
 def _is_for_user(part: Any) -> bool:
-    """Return True if user code, as against FSDP2, asks a gathered parameter."""
+    """Return True if user code, not FSDP2, reads a gathered parameter."""
     return part is not None and in_guarded_mode()
 
 
 def refuse_split_backward() -> None:
-    """Let torch's pipelining refuse to compute gradients of our weights apart from those of inputs.
+    """Make torch's pipelining raise an error if it would lose gradients of sharded weights.
 
-    It looks for the weights that a module has just then in the graph of its outputs. Those of FSDP2 are
-    others before and after each forward and backward, so that gradients would be lost without an error.
+    Its zero-bubble schedules compute gradients of weights apart from those of inputs. They search the graph
+    of the outputs for the weights that the module holds at that moment. FSDP2 exchanges these before and
+    after each forward and backward, so that gradients would be lost without an error.
     """
     stage: Any = import_module("torch.distributed.pipelining.stage")
     if not hasattr(stage.stage_backward_input, "__wrapped__"):
@@ -139,8 +140,8 @@ def _refusing_parts(own: Callable[..., Any]) -> Callable[..., Any]:
             if part is not None:
                 raise UnsupportedError(
                     f"a schedule of torch.distributed.pipelining computes the gradient of {part.name!r} "
-                    "apart from those of inputs, and would lose it, because FSDP2 gathers and frees weights "
-                    "meanwhile.",
+                    "apart from those of inputs. It would lose this gradient, because FSDP2 gathers and "
+                    "frees weights in between.",
                     remedy="Use Schedule1F1B or ScheduleInterleaved1F1B, or strategy 'nnscaler_pp' with "
                     "pipeline_scheduler='zero_bubble'.",
                 )
@@ -153,7 +154,7 @@ _DATA, _GRAD = cast(Any, Tensor.data), cast(Any, Tensor.grad)
 
 
 def has_unreduced_gradient(inner: Any) -> bool:
-    """Return True if a backward has left a gradient of the complete parameter on this rank.
+    """Return True if a backward left a gradient of the complete parameter on this rank.
 
     Args:
         inner: FSDP2's own description of the parameter.
@@ -164,7 +165,7 @@ def has_unreduced_gradient(inner: Any) -> bool:
 
 
 def drop_unreduced_gradient(inner: Any) -> None:
-    """Leave this rank without one; the reduced gradient stays.
+    """Drop this rank's unreduced gradient of a parameter; the reduced gradient stays.
 
     Args:
         inner: FSDP2's own description of the parameter.
@@ -175,10 +176,10 @@ def drop_unreduced_gradient(inner: Any) -> None:
 
 
 class HeldParameter:
-    """One parameter as FSDP2 holds it.
+    """One parameter in the hands of FSDP2.
 
     Args:
-        inner: FSDP2's own description of it.
+        inner: FSDP2's own description of the parameter.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -193,55 +194,55 @@ class HeldParameter:
 
     @property
     def sharded(self) -> nn.Parameter:
-        """What the module has between steps."""
+        """The parameter that the module holds between steps."""
         return cast(nn.Parameter, self._inner.sharded_param)
 
     @property
     def gathered(self) -> nn.Parameter | None:
-        """What the module has while a step computes with it; None before the first one."""
+        """The parameter that the module holds while a step computes with it; None before the first gather."""
         return getattr(self._inner, "_unsharded_param", None)
 
     @property
     def is_gathered(self) -> bool:
-        """True if the module's attribute is the gathered parameter, which a forward computes with."""
+        """True if the module's attribute is the gathered parameter."""
         return bool(self._inner.sharded_state.name == "UNSHARDED")
 
     @property
     def has_gradient(self) -> bool:
-        """True if this rank has a gradient of the complete parameter that is not reduced yet."""
+        """True if this rank has an unreduced gradient of the complete parameter."""
         return has_unreduced_gradient(self._inner)
 
     @property
     def has_gradient_left(self) -> bool:
-        """True if a gradient reached the gathered parameter after its unit had reduced the others."""
+        """True if the gathered parameter received a gradient after its unit had reduced the others."""
         gathered = self.gathered
         return gathered is not None and _GRAD.__get__(gathered) is not None
 
     @property
     def has_reduced_gradient(self) -> bool:
-        """True if this rank's part has a gradient, of earlier backwards."""
+        """True if this rank's shard has a gradient from earlier backwards."""
         return self.sharded.grad is not None
 
     @property
     def is_trained(self) -> bool:
-        """True if it wants a gradient, and can be given one as it was complete before."""
+        """True if the parameter requires a gradient and was gathered before, so that `fill` works."""
         return self.sharded.requires_grad and self.gathered is not None
 
     def fill(self) -> None:
         """Give the complete parameter a gradient of zeros."""
         gathered = self._inner._unsharded_param
-        _GRAD.__set__(gathered, torch.zeros_like(gathered, requires_grad=False))  # user code's are compared
+        _GRAD.__set__(gathered, torch.zeros_like(gathered, requires_grad=False))  # `grad` may be a property
 
     def drop_unreduced_gradient(self) -> None:
-        """Leave this rank without a gradient of the complete parameter."""
+        """Drop this rank's unreduced gradient of the complete parameter."""
         drop_unreduced_gradient(self._inner)
 
     def drop_reduced_gradient(self) -> None:
-        """Leave this rank's part without a gradient."""
+        """Drop the gradient of this rank's shard."""
         self.sharded.grad = None
 
     def is_in_place(self) -> bool:
-        """Return True if the module still has this parameter wherever it had it."""
+        """Return True if the module still holds this parameter under all of its names."""
         sharded, put = self.sharded, self._put_last
         for module, name in self.places:
             found = module._parameters.get(name)
@@ -250,7 +251,7 @@ class HeldParameter:
         return True
 
     def _put(self, parameter: nn.Parameter) -> None:
-        """Give the modules another object for this parameter, unless they have one of the user's."""
+        """Register another object for this parameter, unless user code has registered its own."""
         last, sharded, gathered = self._put_last, self.sharded, self.gathered
         for module, name in self.places:
             held = module._parameters
@@ -260,7 +261,7 @@ class HeldParameter:
         self._put_last = parameter
 
     def share_attributes(self, *, watch_data: bool) -> None:
-        """Let the gathered parameter have the attributes of the sharded one, now and later."""
+        """Share the attributes of the sharded parameter with the gathered one, now and later."""
         gathered = self.gathered
         if gathered is None or type(gathered) is not nn.Parameter:
             return
@@ -269,17 +270,17 @@ class HeldParameter:
             gathered.__class__ = GatheredWeight
 
     def release(self) -> None:
-        """When FSDP2 is off the module: hold nothing."""
+        """Drop all references, after FSDP2 was removed from the module."""
         vars(self._inner).pop("_setattr_on_modules", None)
         self.places = []
         self._inner = self._put_last = None
 
 
 class Unit:
-    """The parameters that FSDP2 gathers and frees, and whose gradients it reduces, together.
+    """The parameters that FSDP2 gathers, frees and reduces together.
 
     Args:
-        group: FSDP2's own description of them.
+        group: FSDP2's own description of the parameters.
         module: The module that ``fully_shard`` was called on.
 
     Attributes:
@@ -294,13 +295,13 @@ class Unit:
 
     @property
     def is_gathered(self) -> bool:
-        """True if the modules have whole weights."""
+        """True if the modules hold unsharded weights."""
         return bool(self._group.is_unsharded)
 
     def watch_collectives(
         self, *, before_gather: Callable[[], None], before_reduction: Callable[[], None]
     ) -> None:
-        """Call functions before a gather is launched, and before FSDP2 looks which gradients it has."""
+        """Call functions before a gather starts, and before FSDP2 checks which parameters have gradients."""
         group, unshard, post_backward = self._group, self._group.unshard, self._group.post_backward
 
         def watched_unshard(async_op: bool = False) -> None:
@@ -323,7 +324,7 @@ class Unit:
         return not skipped and group._all_gather_process_group.size() > 1
 
     def unify_gradients(self) -> None:
-        """Give all gradients one dtype, as some may be accumulated and others new."""
+        """Convert all gradients to one dtype; accumulated ones can have another dtype than new ones."""
         inner = [parameter for parameter in self._group.fsdp_params if hasattr(parameter, "_unsharded_param")]
         for parameter in inner:
             parameter.accumulate_unsharded_grad_if_needed()
@@ -338,11 +339,12 @@ class Unit:
         gathered: Callable[[Unit], None],
         freeing: Callable[[Unit], None],
     ) -> None:
-        """Call functions before and after weights are gathered, and before they are freed."""
+        """Call functions before and after a gather, and before the weights are freed."""
         group = self._group
         unshard, wait, reshard = group.unshard, group.wait_for_unshard, group.reshard
 
-        # FSDP2 looks at each of its parameters several times in a step: at what they are, not through guards.
+        # FSDP2 reads the attributes of each parameter several times in a step. Local mode shows it DTensors,
+        # because a guard would answer with the unsharded tensor.
         def watched_unshard(async_op: bool = False) -> None:
             gathering(self)
             with local_mode():
@@ -366,7 +368,7 @@ class Unit:
         group.wait_for_unshard, group.reshard = watched_wait, watched_reshard
 
     def keep_when(self, wanted: Callable[[], bool]) -> None:
-        """After a backward, keep the weights if they are still wanted, until `end_keeping`."""
+        """Keep the weights after a backward if `wanted` returns True, until `end_keeping`."""
         group, post_backward = self._group, self._group.post_backward
 
         def watched(*unused: Any) -> None:
@@ -379,24 +381,24 @@ class Unit:
         group.post_backward = watched
 
     def end_keeping(self) -> bool:
-        """Let the next backward free the weights; whether they were kept."""
+        """Let the next backward free the weights; return True if they were kept."""
         kept, self._is_kept = self._is_kept, False
         if kept:
             self._group.reshard_after_backward = True
         return kept
 
     def free(self) -> None:
-        """Keep only this rank's part of the weights."""
+        """Keep only this rank's shards of the weights."""
         self._group.reshard()
 
     def reduce_rest(self) -> None:
-        """Reduce the gradients that came after the others of the unit. Collective."""
+        """Reduce the gradients that arrived after the unit had reduced the others. Collective."""
         self._group.post_backward()
         self._group.finalize_backward()
         self._group._training_state = type(self._group._training_state).IDLE
 
     def release(self) -> None:
-        """When FSDP2 is off the module: hold nothing."""
+        """Drop all references, after FSDP2 was removed from the module."""
         for name in ("unshard", "wait_for_unshard", "reshard", "post_backward"):
             vars(self._group).pop(name, None)
         self.parameters = []
@@ -404,35 +406,35 @@ class Unit:
 
     @property
     def reduces(self) -> bool:
-        """True if backward reduces gradients now, as against accumulating them on this rank."""
+        """True if backward reduces gradients now; False if it accumulates them on this rank."""
         return bool(self._group.reduce_grads)
 
 
 def units_of(root: nn.Module) -> list[Unit]:
-    """Everything that FSDP2 gathers of a module. Only one list can be in use: it takes the groups over."""
+    """Return all FSDP units of a module. Use one list only, because `Unit` replaces methods of groups."""
     modules = [module for module in root.modules() if issubclass(type(module), FSDPModule)]
     return [Unit(group, module) for module in modules for group in param_groups(state_of(module))]
 
 
 def has_failed_backward(module: Any) -> bool:
-    """Return True if an error kept the last backward of a unit from its end, so that FSDP2 waits for that.
+    """Return True if an error interrupted the last backward, so that FSDP2 still waits for its end.
 
     Args:
-        module: One that ``fully_shard`` was called on.
+        module: A module that ``fully_shard`` was called on.
     """
     queued = state_of(module)._state_ctx.post_backward_final_callback_queued
-    return bool(queued) and torch._C._current_graph_task_id() == -1  # else it is still running
+    return bool(queued) and torch._C._current_graph_task_id() == -1  # inside a task, backward still runs
 
 
 def is_in_transform() -> bool:
-    """Whether a transform of ``torch.func`` differentiates what is computed now; it lets nobody gather."""
+    """Return True inside a differentiating transform of ``torch.func``, where no unit can gather."""
     stack = get_interpreter_stack()
     return bool(stack) and any(one.key() in (TransformType.Grad, TransformType.Jvp) for one in stack)
 
 
-# FSDP2 has no public inverse of ``fully_shard``; without one a module could not be deep-copied, trained a
-# second time or handed back under its own class. Nor has it a public way to begin and end what hangs on the
-# root's forward where that is not called (see `backend`).
+# FSDP2 has no public inverse of ``fully_shard``. Without one nobody could deep-copy a module, train it a
+# second time or get its own class back. FSDP2 also has no public way to run the hooks of the root's forward
+# if a step does not call that forward (see `backend`).
 
 
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
@@ -441,7 +443,7 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 def can_be_sharded(module: nn.Module) -> bool:
     """Return True if ``fully_shard`` can put its class in front of the module's own.
 
-    It cannot where the memory layout would change, as with ``class Model(Generic[T], nn.Module)``.
+    It cannot if that changes the memory layout, as with ``class Model(Generic[T], nn.Module)``.
     """
     own = type(module)
     try:
@@ -453,10 +455,10 @@ def can_be_sharded(module: nn.Module) -> bool:
 
 
 def remove_fully_shard(module: nn.Module) -> None:
-    """Undo ``fully_shard`` on one module: hooks, registries and class; its DTensor parameters stay.
+    """Undo ``fully_shard`` on one module: remove hooks, registries and class. DTensor parameters stay.
 
     Args:
-        module: A module on which ``fully_shard`` was called; must hold its sharded parameters.
+        module: A module that ``fully_shard`` was called on. It must hold its sharded parameters.
     """
     if not isinstance(module, FSDPModule):
         return
@@ -476,7 +478,7 @@ def remove_fully_shard(module: nn.Module) -> None:
 
 
 def _hook_handles(state: Any) -> Iterator[RemovableHandle]:
-    """Those of all hooks that FSDP2 has on one module and what belongs to it."""
+    """Yield the handles of all hooks that FSDP2 has on one module and on its parameter groups."""
     yield state._pre_forward_hook_handle
     yield state._post_forward_hook_handle
     for group in param_groups(state):
@@ -487,10 +489,10 @@ def _hook_handles(state: Any) -> Iterator[RemovableHandle]:
 
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy without FSDP2; its parameters are whole where they are guarded. Collective."""
+    """Return a deep copy without FSDP2, whose guarded parameters are unsharded. Collective."""
     if any(hasattr(part.forward, "_torchdynamo_orig_callable") for part in module.modules()):
         raise UnsupportedError(
-            f"a {type(module).__name__} whose layers are compiled is deep-copied while it is sharded.",
+            f"a {type(module).__name__} with compiled layers cannot be deep-copied while it is sharded.",
             remedy="Copy its weights, `{n: w.detach().clone() for n, w in self.named_parameters()}`, or "
             "train without compile=True.",
         )
@@ -507,9 +509,10 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _without_fsdp(cls: type[Any]) -> type[Any]:
-    """A class without FSDP2's prefix: [FSDP<Class>, FSDPModule, Class, ...], or one made of that since.
+    """Return a class without FSDP2's prefix. The MRO is [FSDP<Class>, FSDPModule, Class, ...].
 
-    ``torch.nn.utils.parametrize`` derives a class when a parametrization is registered in a hook.
+    Classes derived from it since are derived again from the user's class: ``torch.nn.utils.parametrize``
+    derives a class if a hook registers a parametrization.
     """
     mro = cls.__mro__
     prefix = mro.index(FSDPModule)
@@ -521,19 +524,19 @@ def _without_fsdp(cls: type[Any]) -> type[Any]:
 
 
 def name_as_before(module: nn.Module) -> None:
-    """Let the class that ``fully_shard`` made for a module have the name of its own, and deep copies."""
+    """Give the class that ``fully_shard`` made the name of the module's own class, and a deep copy."""
     made: Any = type(module)
     made.__deepcopy__ = _copied
     made.__name__, made.__qualname__ = made.__mro__[2].__name__, made.__mro__[2].__qualname__
 
 
 def prepare_root(root: FSDPModule) -> None:
-    """Make a module the root of its units before one of them runs by itself."""
+    """Initialize a root before any of its units runs alone."""
     state_of(root)._lazy_init()
 
 
 def before_part(root: FSDPModule, args: Any, kwargs: Any) -> Any:
-    """What the root's forward would do first: gather its parameters, and cast inputs as its policy says."""
+    """Do the first work of the root's forward: gather its parameters, and cast inputs by its policy."""
     root.unshard()
     policy = state_of(root)._mp_policy
     if not (policy.cast_forward_inputs and policy.param_dtype):
@@ -546,7 +549,7 @@ def before_part(root: FSDPModule, args: Any, kwargs: Any) -> Any:
 
 
 def finish_after_backward(root: FSDPModule, output: Any) -> None:
-    """When backward reaches the output, let FSDP2 reduce and reshard the root's part at its end."""
+    """Reduce and reshard the root's own parameters at the end of the backward that reaches the output."""
     if not torch.is_grad_enabled():
         return
     state = state_of(root)
@@ -558,13 +561,14 @@ def finish_after_backward(root: FSDPModule, output: Any) -> None:
 def at_end_of_backward(
     module: FSDPModule, begin: Callable[[], bool], before: Callable[[], None], after: Callable[[], None]
 ) -> None:
-    """Call functions around what FSDP2 does when a backward that reached its units ends.
+    """Call functions before and after FSDP2's own work at the end of a backward.
 
     Args:
-        module: One that ``fully_shard`` was called on.
-        begin: Called when a backward reaches the first unit of a root; whether `before` is to be called.
-        before: Called at the end, before FSDP2 reduces what is left.
-        after: Called at the end, after that.
+        module: A module that ``fully_shard`` was called on.
+        begin: A function for the first unit of a root that a backward reaches. It returns True if `before` is
+            to run.
+        before: A function to call before FSDP2 reduces the remaining gradients.
+        after: A function to call after FSDP2 has reduced them.
     """
     state = state_of(module)
     register = state._register_root_post_backward_final_callback

@@ -1,13 +1,13 @@
-"""What the ranks agree on while FSDP2 runs a step: the order of its collectives, and the parameters used.
+"""Agree on the order of FSDP2's collectives and on the used parameters, on all ranks.
 
-FSDP2 gathers a unit when its forward begins, and reduces the gradients that this rank has. Where ranks use
-different parameters it would pair the gathers of different units, and average the gradient of one parameter
-with that of another. `StepAgreement` watches the units:
+FSDP2 gathers a unit when its forward begins, and reduces the gradients that this rank has. If ranks use
+different parameters, FSDP2 pairs the gathers of different units, and averages the gradient of one parameter
+with that of another. `StepAgreement` prevents this:
 
-- before a gather or a reduction is launched, `CollectiveOrder` makes sure that every rank launches the same;
-- a unit whose backward ran reduces all of its trained parameters, with zeros for those without a gradient;
-- at the end of backward the ranks agree on the parameters that some rank used. What is reduced only then
-  gets zeros where it has to, and a parameter that no rank used has no gradient, as in one process.
+- `CollectiveOrder` checks that every rank starts the same gather or reduction, before it starts.
+- A unit reduces all of its trained parameters in backward, with zeros for those without a gradient.
+- At the end of backward the ranks agree on the parameters that some rank used. A unit that reduces later
+  fills zeros for these only. A parameter that no rank used keeps no gradient, as in one process.
 """
 
 from __future__ import annotations
@@ -35,17 +35,16 @@ from nnx_fsdp._torch_compat import (
     at_end_of_backward,
 )
 
-# Gradients of the few parameters that FSDP2 cannot shard: averaged over all ranks, like DDP does.
-#
-# These are the `unshardable` ones, and parameters owned directly by a module whose class cannot be extended
-# (``class Model(Generic[T], nn.Module)``).
+# `ReplicatedParameters` averages gradients of the parameters that FSDP2 cannot shard, as DDP does. These are
+# the `unshardable` ones, and those that a module owns directly if its class cannot be extended, such as
+# ``class Model(Generic[T], nn.Module)``.
 
 
 def unshardable(module: nn.Module) -> set[nn.Parameter]:
-    """The parameters that FSDP2 cannot shard with the others of a unit.
+    """Return the parameters that FSDP2 cannot shard with the others of a unit.
 
-    They have no dimension or no elements, or are trained in another dtype than most elements are; with
-    torch 2.11 also those of integers.
+    They have no dimension or no elements, or another trained dtype than most elements. With torch 2.11,
+    integer parameters are unshardable too.
 
     Example:
         >>> layers = nn.Sequential(nn.Linear(3, 3, dtype=torch.bfloat16), nn.LayerNorm(3))
@@ -71,10 +70,10 @@ class ReplicatedParameters:
     """Averages gradients over the ranks at the end of each backward.
 
     Args:
-        parameters: Parameters every rank holds whole, in an order that is the same on every rank.
+        parameters: The parameters that every rank holds unsharded, in the same order on every rank.
 
     Attributes:
-        used: True for each of them of which some rank has a gradient; set before `average`.
+        used: True for each parameter that has a gradient on some rank; set before `average`.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -84,11 +83,11 @@ class ReplicatedParameters:
 
     @property
     def flags(self) -> list[bool]:
-        """For each of them, whether this rank has a gradient."""
+        """True for each parameter that has a gradient on this rank."""
         return [parameter.grad is not None for parameter in self._parameters]
 
     def watch(self, used: Callable[[], None]) -> None:
-        """Call a function within every backward that comes to one of them."""
+        """Call a function in every backward that reaches one of the parameters."""
         for parameter in self._parameters:
             if parameter.requires_grad:
                 register = parameter.register_post_accumulate_grad_hook
@@ -96,7 +95,7 @@ class ReplicatedParameters:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Give those that some rank used the mean of all ranks' gradients. Collective."""
+        """Average the gradients of the used parameters over all ranks. Collective."""
         for parameter, is_used in zip(self._parameters, self.used, strict=True):
             if not is_used:
                 continue
@@ -106,16 +105,16 @@ class ReplicatedParameters:
             parameter.grad.div_(dist.get_world_size())
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
 REMEDY = (
-    "Call every unit on every rank, in one order, with a masked input if need be, and read weights and "
-    "gradients on every rank, also where only one prints them; or make the module that chooses between units "
-    "the unit, with auto_wrap_policy or a larger min_num_params; or use 'nnscaler_zero' or "
+    "Call every unit on every rank in the same order, with a masked input if necessary. Read weights and "
+    "gradients on every rank, even if only one rank prints them. Or wrap the module that chooses between "
+    "units as one unit, with auto_wrap_policy or a larger min_num_params. Or use 'nnscaler_zero' or "
     "'ddp_find_unused_parameters_true', which gather nothing in forward."
 )
 
@@ -124,14 +123,14 @@ class StepAgreement:
     """Watches one root and its units.
 
     Args:
-        root: A module whose units and itself were given to ``fully_shard``.
-        units: Everything that FSDP2 gathers of it.
-        replicated: Its parameters that every rank holds whole.
-        order: Shared by all roots of a backend, as their collectives are in one order.
+        root: A module that ``fully_shard`` was called on, after its units.
+        units: All FSDP units of the root.
+        replicated: The root's parameters that every rank holds unsharded.
+        order: The order of collectives, shared by all roots of a backend.
         index: The index of this root among them.
 
     Attributes:
-        synchronize: Off while gradients are only accumulated.
+        synchronize: True if backward reduces gradients; False only accumulates them.
     """
 
     def __init__(
@@ -170,8 +169,8 @@ class StepAgreement:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Around a step, or a forward, which a backward may follow."""
-        self.forget()  # an error may have kept the last backward from its end
+        """Context manager around a step, or around a forward that a backward may follow."""
+        self.forget()  # an error may have interrupted the last backward
         with self._order.reporting():
             with_gradients = torch.is_grad_enabled()
             self._order.begin(name if with_gradients and self.synchronize else f"{name}, without reductions")
@@ -180,25 +179,28 @@ class StepAgreement:
                 self._order.end()
 
     def forget(self) -> None:
-        """Begin with no backward, after one that has ended, well or not."""
+        """Reset the state of a backward, after one has ended or failed."""
         self._used.clear()
         self._filled.clear()
         self._answer = None
         self._ends = 0
 
     def _begin(self) -> bool:
-        """Backward has come to the first unit of a root; whether it is the first root in this backward."""
+        """Count a root that a backward reached; return True for the first root of this backward."""
         self._ends += 1
         return self._ends == 1
 
     def _begin_without_units(self) -> None:
-        """As `_begin`, where the gradient of a parameter that every rank holds is what comes first."""
+        """Do the same as `_begin`, if the backward reaches a replicated parameter before any unit."""
         if not self._ends and self._begin():
             when_backward_ends(self._agree)
             when_backward_ends(self._finish)
 
     def _before_reduction(self, unit: Unit, name: str) -> None:
-        """Let the unit reduce the same parameters as on every other rank, during backward or at its end."""
+        """Fill missing gradients, so that the unit reduces the same parameters on every rank.
+
+        It runs during backward, and again at its end for the gradients that arrived late.
+        """
         if not self.synchronize:
             return
         with_gradient = {parameter for parameter in unit.parameters if parameter.has_gradient}
@@ -210,7 +212,7 @@ class StepAgreement:
             self._order.arrive(name)
 
     def _filled_of(self, parameters: Iterable[HeldParameter]) -> set[HeldParameter]:
-        """Give zeros to those of the parameters that another rank may have a gradient of."""
+        """Fill zeros for the parameters that may have a gradient on another rank; return these."""
         anywhere = None if self._answer is None else self._anywhere()
         filled = {p for p in parameters if p.is_trained and (anywhere is None or p in anywhere)}
         for parameter in filled:
@@ -220,7 +222,7 @@ class StepAgreement:
         return filled
 
     def _agree(self) -> None:
-        """Backward has ended, and what is left is about to be reduced."""
+        """Start to exchange the used parameters at the end of backward, before FSDP2 reduces the rest."""
         if not self.synchronize:
             return
         self._order.arrive("the end of backward")
@@ -228,12 +230,12 @@ class StepAgreement:
         self._answer = asked_anywhere([*flags, *self._replicated.flags])
 
     def _anywhere(self) -> set[HeldParameter]:
-        """The parameters that some rank used, once backward has ended. Waits for the ranks' answers."""
-        assert self._answer is not None  # asked in `_agree`
+        """Return the parameters that some rank used. Waits for the answers that `_agree` asked for."""
+        assert self._answer is not None  # set by `_agree`
         return {p for p, is_used in zip(self._parameters, self._answer(), strict=False) if is_used}
 
     def _finish(self) -> None:
-        """Everything sharded is reduced: take back what no rank used, and average the rest."""
+        """Drop the zeros of unused parameters and average replicated ones, after all reductions."""
         self._ends -= 1
         if self._ends:
             return

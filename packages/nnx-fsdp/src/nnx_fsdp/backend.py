@@ -35,8 +35,8 @@ T = TypeVar("T")
 class FSDPBackend(PartsBackend[FSDPOptions]):
     """Shards parameters, gradients and optimizer state over the ranks with torch's FSDP2.
 
-    Every parameter becomes a DTensor under its own name on the user's own module; the module's class
-    gets FSDP2's prefix while it is laid out, and its own back in `unparallelize`.
+    Every parameter becomes a DTensor under its own name on the user's own module. The module's class has
+    FSDP2's prefix during training; `unparallelize` restores the class.
     """
 
     Options = FSDPOptions
@@ -47,9 +47,9 @@ class FSDPBackend(PartsBackend[FSDPOptions]):
         self._summaries: dict[nn.Module, str] = {}
 
     def setup(self, context: ParallelContext) -> None:
-        """Make the mesh: one axis, or (replicate, shard) for hybrid sharding."""
+        """Make the mesh: one dim, or (replicate, shard) for hybrid sharding."""
         super().setup(context)
-        if self._sharding is not None:  # kept from one stage of a Trainer to the next
+        if self._sharding is not None:  # a Trainer keeps it from one stage to the next
             return
         self._sharding = Sharding(
             self._make_mesh(context),
@@ -95,12 +95,12 @@ class FSDPBackend(PartsBackend[FSDPOptions]):
 
     @property
     def sharding(self) -> Sharding:
-        """FSDP2 over the modules of this backend; from `setup` on."""
+        """FSDP2 over the modules of this backend; available after `setup`."""
         assert self._sharding is not None
         return self._sharding
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """With manual wrapping, torch's ``wrap()`` shards its module at once; else it does nothing."""
+        """Return a context in which torch's ``wrap()`` shards its module, for manual wrapping only."""
         if self.options.auto_wrap:
             return nullcontext()
         return enable_wrap(wrapper_cls=self._wrap)
@@ -116,7 +116,7 @@ class FSDPBackend(PartsBackend[FSDPOptions]):
         return True if reshard is None else reshard
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Shard the chosen units bottom-up and the rest with the root."""
+        """Shard the chosen units bottom-up, then all other parameters with the root."""
         if self.sharding.holds(module) or isinstance(module, FSDPModule):
             return {}
         choice = self._choose_units(module)
@@ -144,14 +144,14 @@ class FSDPBackend(PartsBackend[FSDPOptions]):
         return f"the root and {count} {'unit' if count == 1 else 'units'} of wrap()"
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Shard the state that optimizers bring; choose owners of parameters that are stepped unsharded."""
+        """Shard existing optimizer state; choose owners of parameters that an optimizer steps unsharded."""
         self.sharding.take_optimizers(module, optimizers)
         for optimizer in optimizers:
             shard_state(optimizer)
         super().setup_optimizers(module, optimizers)
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Gather every parameter into the user's own object and take FSDP2 off the modules."""
+        """Gather every parameter into the user's own object and remove FSDP2 from the modules."""
         self._states.remove()
         self._summaries.pop(module, None)
         return {} if self._sharding is None else self._sharding.unshard(module, self.at_end)
@@ -161,9 +161,9 @@ class FSDPBackend(PartsBackend[FSDPOptions]):
         return self.sharding.run_step(module, step, *args, **kwargs)
 
     def backward(self, module: nn.Module, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients, and reduce them together with those that only other ranks have.
+        """Compute and reduce gradients, also those that only other ranks have.
 
-        After an error none is left of those that were not reduced, accumulated ones included.
+        After an error it drops all unreduced gradients, accumulated ones included.
         """
         sharding = self.sharding
         with (
@@ -174,11 +174,11 @@ class FSDPBackend(PartsBackend[FSDPOptions]):
             super().backward(module, loss, *args, **kwargs)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Keep gradients on this rank until the first backward outside of it, unless a hook looks at them."""
+        """Accumulate gradients on this rank until the first backward outside, unless hooks read them."""
         return self.sharding.no_sync(module)
 
     def local(self) -> AbstractContextManager[None]:
-        """Around work on the DTensors themselves."""
+        """Return a context that shows the DTensors instead of unsharded tensors."""
         return self.sharding.local()
 
     def views(self, optimizer: Optimizer) -> list[Weights]:
@@ -186,30 +186,30 @@ class FSDPBackend(PartsBackend[FSDPOptions]):
         return self.sharding.views()
 
     def state_parts(self, module: nn.Module) -> StateParts:
-        """Optimizer state reads as unsharded."""
+        """Return a view of the optimizer state that reads as unsharded."""
         return self.sharding.state_parts(self.state_refusal)
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run the step, on owner ranks if it reads unsharded parameters; free gathered old weights."""
-        self.sharding.free_gathered()  # keeps user code's writes to gathered weights, for the step
+        """Run the step, on owner ranks if it reads unsharded parameters; free gathered old weights first."""
+        self.sharding.free_gathered()  # copies user code's writes to gathered weights into the shards
         result = super().optimizer_step(optimizer, step, *args, **kwargs)
-        self.sharding.free_gathered()  # of a forward in the optimizer's closure
+        self.sharding.free_gathered()  # a forward in the optimizer's closure gathered them
         return result
 
     def decisions(self, module: nn.Module) -> str:
-        """The units."""
+        """Return the units, for comparison over the ranks."""
         return " ".join(name or "." for name, part in module.named_modules() if isinstance(part, FSDPModule))
 
     def written(self, module: nn.Module) -> Mapping[str, int]:
-        """Checksums of user code's writes to sharded parameters."""
+        """Return checksums of user code's writes to sharded parameters."""
         return self.sharding.written(module)
 
     def summary(self, module: nn.Module) -> str:
-        """The units, and the reason for them."""
+        """Return the units and the reason for them."""
         return self._summaries.get(module, "")
 
     def model_state(self, module: nn.Module) -> ModelState:
-        """Handles on the shards; gathered units are freed first."""
+        """Return handles on the shards; frees gathered units first."""
         self.sharding.free(module)
         return super().model_state(module)
 

@@ -1,4 +1,4 @@
-"""Device meshes, each made once for a world: their process groups last as long as the world does."""
+"""Make each device mesh once per world, because its process groups last as long as the world."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _meshes: dict[dist.ProcessGroup | None, dict[_Key, DeviceMesh]] = {}
 
 
 def mesh_of(device_type: str, shape: tuple[int, ...], *, names: tuple[str, ...]) -> DeviceMesh:
-    """The mesh of all ranks in this shape. Collective the first time.
+    """Return the mesh of all ranks in this shape. Collective the first time.
 
-    Torch never takes down the groups of a mesh that is dropped, so a mesh for each Trainer would leave
-    groups, threads and sockets behind with every run.
+    Torch keeps the groups of a dropped mesh. A new mesh for each Trainer would leak groups, threads and
+    sockets with every run.
 
     Args:
-        device_type: Such as ``"cpu"``.
-        shape: Ranks along each axis.
-        names: The names of the axes.
+        device_type: A device type such as ``"cpu"``.
+        shape: The number of ranks along each mesh dim.
+        names: The names of the mesh dims.
     """
     key = (device_type, shape, names)
     if key not in _meshes.get(dist.group.WORLD, {}):
-        made = init_device_mesh(device_type, shape, mesh_dim_names=names)  # makes the world, if there is none
+        made = init_device_mesh(device_type, shape, mesh_dim_names=names)  # also makes a missing world
         if dist.group.WORLD not in _meshes:
-            _meshes.clear()  # of a world that was destroyed since
+            _meshes.clear()  # their world was destroyed
             forget_dtensors()
         _meshes.setdefault(dist.group.WORLD, {})[key] = made
     return _meshes[dist.group.WORLD][key]

@@ -1,4 +1,4 @@
-"""The state of optimizers of sharded parameters: what user code sees of it, and its shards."""
+"""Show user code the optimizer state of sharded parameters as unsharded, and shard it again."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from nnx_fsdp.weights import Weights
 
 
 class PartsOfState:
-    """How sharded state looks whole to user code; `nnx_core.view.hidden_state.StateParts`.
+    """Shows sharded state as unsharded to user code; implements `nnx_core.view.hidden_state.StateParts`.
 
     Args:
-        weights: The weights of every module that is laid out.
-        refusal: The same as in `StateParts`.
+        weights: The weights of every sharded module.
+        refusal: `refusal` of `StateParts`.
     """
 
     def __init__(
@@ -31,35 +31,35 @@ class PartsOfState:
         self.refusal = refusal
 
     def part(self, value: Tensor, parameter: nn.Parameter, name: str) -> ShardedPart | None:
-        """A DTensor is a part."""
+        """Return the part of a DTensor; None for any other tensor."""
         keeper = next((weights for weights in self._weights() if weights.knows(parameter)), None)
         if keeper is None or not isinstance(value, DTensor):
             return None
         return ShardedPart(value, keeper, f"'{name}' in the optimizer's state")
 
     def key(self, parameter: Any) -> Any:
-        """The sharded parameter, also of the gathered one and of the user's own object."""
+        """Return the sharded parameter of a gathered parameter or of the user's own object."""
         part = vars(parameter).get("_part") if isinstance(parameter, Tensor) else None
         return part.tensor if isinstance(part, ParameterPart) else parameter
 
     def own(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
-        """The shard of a complete tensor of a sharded parameter's shape."""
+        """Return the shard of a complete tensor with the shape of a sharded parameter."""
         with local_mode():
             return _shard(value, parameter)
 
 
 class StateAfterwards:
-    """Lets an optimizer step on the plain parameters that a run has left, by hand or in another loop.
+    """Lets an optimizer step on the plain parameters after a run, by hand or in another loop.
 
-    Its state stays sharded, as all of it would take twice the memory of the model on every rank. The first
-    step gathers it. Collective, as that step is.
+    The state stays sharded after the run, because complete state takes twice the memory of the model on every
+    rank. The first step gathers it. That step is collective.
 
     Args:
-        optimizer: It may hold parameters that are still sharded; then nothing happens.
+        optimizer: An optimizer. If it still holds sharded parameters, the hook does nothing.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._is_done = False  # torch does not let a hook remove itself
+        self._is_done = False  # torch forbids a hook to remove itself
         optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -68,7 +68,7 @@ class StateAfterwards:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if isinstance(parameter, DTensor):
-                    return  # in another run
+                    return  # another run has sharded them again
                 state = optimizer.state.get(parameter, {})
                 for name, value in state.items():
                     if isinstance(value, DTensor):
@@ -77,7 +77,7 @@ class StateAfterwards:
 
 
 def shard_state(optimizer: Optimizer) -> None:
-    """Keep this rank's part of state that is complete while its parameters are sharded."""
+    """Keep only this rank's shard of complete state whose parameters are sharded."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
@@ -88,7 +88,7 @@ def shard_state(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def _shard(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """The shard of a complete tensor that is like a sharded parameter; any other tensor as it is."""
+    """Return the shard of a complete tensor of a sharded parameter's shape, or any other tensor as it is."""
     is_complete = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
     if not is_complete or value.shape != parameter.shape or not value.ndim:
         return value

@@ -1,4 +1,4 @@
-"""Options of the FSDP strategies. Standard library only, so that `nnx show` need not import torch."""
+"""Options of the FSDP strategies. Only the standard library, so that `nnx show` does not import torch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 class MixedPrecision:
     """Dtypes of FSDP2's own mixed precision, by their torch names; None keeps the parameters' dtype.
 
-    This is on top of Trainer's ``precision=``, which uses autocast: it makes the all-gathers and the
-    computation of every unit run in `param_dtype` while the shards stay as they are.
+    It adds to Trainer's ``precision=``, which uses autocast. All-gathers and the computation of every unit
+    run in `param_dtype`; the shards keep their dtype.
     """
 
     param_dtype: str | None = option(
@@ -127,5 +127,5 @@ class FSDPOptions:
         if not self.auto_wrap and self.by_choice is not None:
             raise OptionError(
                 "by_choice has no effect with manual wrapping.",
-                remedy="Use strategy 'fsdp_auto', or do not `wrap()` what a forward chooses between.",
+                remedy="Use strategy 'fsdp_auto', or do not `wrap()` conditionally executed modules.",
             )

@@ -1,7 +1,7 @@
-"""What is known of one sharded tensor that user code may look at: a parameter, its data, its gradient.
+"""Gather one sharded tensor for user code, and copy writes back: a parameter, its data, its gradient.
 
-The guard (`nnx_core.view.guard`) asks a part for the whole; a part gathers it from the DTensor, and writes
-back what was changed. `weights` has all parts of a module and decides how long wholes are kept.
+The guard (`nnx_core.view.guard`) asks a part for the unsharded tensor. The part gathers it from the DTensor,
+and copies changes back into the shards. `weights` holds all parts of a module and frees the gathered tensors.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ __all__ = ["ParameterPart", "ShardedPart", "gather"]
 
 
 class Keeper(Protocol):
-    """Decides how long gathered values are kept."""
+    """Decides how long gathered tensors are kept."""
 
     def before_gather(self, part: ShardedPart) -> None:
-        """A part is about to be gathered on all ranks."""
+        """Called before all ranks gather a part."""
 
     def is_last(self, part: ShardedPart) -> bool:
-        """Whether a part was the last one to be gathered: what decides must be the same on all ranks."""
+        """Return True if the part was gathered last; the answer must be the same on all ranks."""
 
     def keep(self, part: ShardedPart) -> None:
-        """A part has gathered its whole."""
+        """Called after a part was gathered."""
 
     def add_assigned(self, part: ShardedPart) -> None:
-        """Somebody has set a tensor's ``data``."""
+        """Called after user code has set the ``data`` of a tensor."""
 
     @property
     def is_watched(self) -> bool:
-        """True if what is written into parameters is to be compared over the ranks."""
+        """True if the ranks compare writes to parameters."""
 
     def note_written(self, part: ShardedPart, written: Tensor | int) -> None:
-        """A parameter was written to; the checksum must be that of every rank."""
+        """Called after a write to a parameter, with a checksum that must be the same on every rank."""
 
     def add_leaf(self, part: ParameterPart, leaf: Tensor) -> None:
-        """A loss may come to depend on a gathered parameter."""
+        """Called when a loss may begin to depend on a gathered parameter."""
 
     def settle(self) -> None:
-        """Gradients are read: all that a backward has left must be in them."""
+        """Complete the gradients of the last backward, before user code reads them."""
 
 
 class ShardedPart(Part):
-    """What is known of a DTensor.
+    """The part of a DTensor: gathers it, and copies changes back.
 
     Args:
-        tensor: The DTensor, which has placements `Shard` and `Replicate` only.
-        keeper: Decides how long the whole is kept.
-        name: The name used in messages.
+        tensor: A DTensor whose placements are `Shard` and `Replicate` only.
+        keeper: The object that decides how long the gathered tensor is kept.
+        name: The name for messages.
     """
 
     def __init__(self, tensor: Tensor, keeper: Keeper, name: str) -> None:
@@ -80,16 +80,16 @@ class ShardedPart(Part):
 
     @property
     def dtensor(self) -> DTensor:
-        """The tensor as what it is."""
+        """The tensor, typed as a DTensor."""
         return cast(DTensor, self.tensor)
 
     @property
     def local(self) -> Tensor:
-        """This rank's elements."""
+        """The local shard."""
         return self.dtensor._local_tensor
 
     @property
-    def description(self) -> Tensor:  # noqa: D102 # as the base says
+    def description(self) -> Tensor:  # noqa: D102 # the base class has the docstring
         with local_mode():
             tensor = self.tensor
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -102,13 +102,15 @@ class ShardedPart(Part):
             self.flush()
             if self._value is None or not self._keeper.is_last(self) or self._made_of != self._local_state():
                 self._gather()
-            return cast(Tensor, self._value).detach()  # who holds it is seen in the storage
+            return cast(Tensor, self._value).detach()  # a view: `is_viewed` counts the users of its storage
 
     def _gather(self) -> None:
-        """Gather the whole; into the memory that others have views of, if there is such."""
+        """Gather the tensor, into the memory that user code already views if there is any."""
         self._keeper.before_gather(self)
         with torch.inference_mode(False), torch.no_grad():
             value = gather(self.dtensor)
+            # User code's views must see the new values, so the gather copies into their memory. A loss that
+            # depends on the old values must not see them: then a new tensor takes the place of the old one.
             if not self.is_viewed or (self._is_differentiated and self._made_of != self._local_state()):
                 self._value, self._users = value, storage_users(value)
             elif self._made_of != self._local_state():
@@ -118,7 +120,7 @@ class ShardedPart(Part):
         self._keeper.keep(self)
 
     def detached(self) -> Tensor:
-        """A guarded DTensor of the same memory: nothing is gathered before somebody looks at values."""
+        """Return a guarded DTensor that shares memory; nothing is gathered before user code reads values."""
         with local_mode():
             self.flush()
             alias = self.tensor.detach()
@@ -129,7 +131,7 @@ class ShardedPart(Part):
         return alias
 
     def own(self, whole: Tensor) -> Tensor:
-        """The view on this rank's elements of a plain tensor of the logical shape."""
+        """Return the view of the local shard in a plain tensor of the logical shape."""
         if self._slices is None:
             boxes = shard_of(self.tensor).boxes
             self._slices = boxes[0].slices if boxes else (slice(0, 0),)
@@ -141,6 +143,7 @@ class ShardedPart(Part):
             return
         with local_mode(), torch.no_grad():
             if self._seen.is_changed(value):
+                # Every rank has made the same change to its gathered tensor, so each copies its own shard.
                 if self._sum is not None:
                     before, self._sum = self._sum, checksum(value)
                     self._keeper.note_written(self, self._sum - before)
@@ -148,7 +151,7 @@ class ShardedPart(Part):
                 self._made_of, self._seen = self._local_state(), Snapshot(value)
 
     def randomized(self) -> None:
-        """Make the whole what rank 0 has drawn."""
+        """Broadcast rank zero's random values to the gathered tensor of every rank."""
         if self._value is not None and dist.is_initialized() and dist.get_world_size() > 1:
             with torch.no_grad():
                 values = self._value.detach().to(self.dtensor.device_mesh.device_type)
@@ -156,7 +159,7 @@ class ShardedPart(Part):
                 self._value.copy_(values)
 
     def in_place(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Elements that do not depend on each other are changed on this rank alone."""
+        """Run an elementwise function on the local shards only; return False if it needs other elements."""
         if not is_elementwise_in_place(func):
             return False
         first = args[0]
@@ -192,6 +195,7 @@ class ShardedPart(Part):
             own = _own_values(whole, self)
             is_plain = not isinstance(whole, DTensor)
             if is_plain and self._source is not None and self._source.is_still(whole, own):
+                # `p.data = t` shares memory with `t`. A second assignment of the same memory changes nothing.
                 return
             for ref in self._aliases:
                 alias = ref()
@@ -206,29 +210,29 @@ class ShardedPart(Part):
         self._keeper.add_assigned(self)
 
     def keeps_source(self) -> bool:
-        """Return True if the tensor that ``data`` was set to is still somebody's."""
+        """Return True if user code still holds the tensor that ``data`` was set to."""
         if self._source is not None and not self._source.is_shared:
             self._source = None
         return self._source is not None
 
     @property
     def _is_differentiated(self) -> bool:
-        """True if a loss may depend on the whole, whose memory must not change then."""
+        """True if a loss may depend on the gathered tensor, whose memory must not change then."""
         return False
 
     @property
     def _is_compared(self) -> bool:
-        """True if the ranks must write the same into it, and are about to be compared."""
+        """True if all ranks must write the same values, and compare their writes."""
         return False
 
     def forget(self) -> None:
-        """Write back what was changed, and free the whole."""
+        """Copy changes back, and free the gathered tensor."""
         self.flush()
         self._forget()
 
     @property
     def is_viewed(self) -> bool:
-        """True if somebody else than this part holds the memory of the whole, and may write into it."""
+        """True if anything but this part holds the memory of the gathered tensor, and may write into it."""
         return self._value is not None and storage_users(self._value) > self._users
 
     def _forget(self) -> None:
@@ -251,17 +255,17 @@ class ShardedPart(Part):
 
 
 class AliasPart(HeldByTensor, ShardedPart):
-    """What is known of a tensor that shares the memory of another: its ``data``, or what ``detach`` gave.
+    """The part of a tensor that shares memory with another: its ``data``, or the result of ``detach``.
 
     Args:
         tensor: The DTensor.
-        of: The part that it shares memory with.
+        of: The part whose memory it shares.
     """
 
     def __init__(self, tensor: Tensor, of: ShardedPart) -> None:
         super().__init__(tensor, of._keeper, of.name)
         self._of: ShardedPart | None = of
-        self._shared: Tensor | None = of.tensor  # which a part does not keep alive
+        self._shared: Tensor | None = of.tensor  # a strong reference: the part `of` does not keep it alive
 
     def value(self) -> Tensor:
         return super().value() if self._of is None else self._of.value()
@@ -279,7 +283,7 @@ class AliasPart(HeldByTensor, ShardedPart):
             self._of.randomized()
 
     def part_from(self) -> None:
-        """The other tensor is given other data: go on with what it was."""
+        """Stop sharing memory and keep the present values, because the other tensor gets new data."""
         self.flush()
         with local_mode(), torch.no_grad():
             self.dtensor._local_tensor = self.local.clone()
@@ -287,20 +291,20 @@ class AliasPart(HeldByTensor, ShardedPart):
 
 
 class GradientPart(HeldByTensor, ShardedPart):
-    """What is known of the gradient of a sharded parameter."""
+    """The part of the gradient of a sharded parameter."""
 
 
 class ParameterPart(ShardedPart):
-    """What is known of a sharded parameter.
+    """The part of a sharded parameter.
 
     Args:
-        plain: The user's own object, which has no values meanwhile.
-        held: The parameter as FSDP2 holds it.
-        keeper: Decides how long the whole is kept.
-        name: The name used in messages.
+        plain: The user's own object, which has no values while the parameter is sharded.
+        held: The parameter in the hands of FSDP2.
+        keeper: The object that decides how long the gathered tensor is kept.
+        name: The name for messages.
 
     Attributes:
-        may_be_written: True if somebody has taken the memory of the gathered parameter.
+        may_be_written: True if user code has taken the memory of the gathered parameter.
     """
 
     def __init__(self, plain: nn.Parameter, held: HeldParameter, keeper: Keeper, name: str) -> None:
@@ -315,6 +319,8 @@ class ParameterPart(ShardedPart):
         value = self.value()
         if not is_recorded:
             return value
+        # Autograd needs one leaf for each gathered value: `Weights.backward` averages its gradient over
+        # the ranks and adds it to the shard's. A new value has other memory, hence another leaf.
         if self._leaf is None or self._leaf.data_ptr() != value.data_ptr():
             with local_mode():
                 self._leaf = value.detach().requires_grad_()
@@ -337,7 +343,7 @@ class ParameterPart(ShardedPart):
         """Add this rank's shard of the mean of the ranks' gradients. Collective.
 
         Args:
-            gradient: This rank's gradient of the gathered parameter; None if only other ranks have one.
+            gradient: The gradient of the gathered parameter on this rank; None if only other ranks have one.
         """
         tensor = self.dtensor
         mesh = tensor.device_mesh
@@ -353,11 +359,11 @@ class ParameterPart(ShardedPart):
             tensor.grad._local_tensor.add_(mean._local_tensor)  # type: ignore[attr-defined]
 
     def drop_leaf(self) -> None:
-        """No loss will come that depends on what was gathered."""
+        """Drop the leaf, because no further loss can depend on it."""
         self._leaf = None
 
     def release(self) -> None:
-        """When FSDP2 is off the module: hold no memory, whoever refers to this."""
+        """Free all memory after FSDP2 was removed from the module, even if something refers to this part."""
         for ref in self._aliases:
             alias = ref()
             if alias is not None:
@@ -365,16 +371,16 @@ class ParameterPart(ShardedPart):
         self._value = self._leaf = self._source = None
         self._aliases = []
         with local_mode():
-            unguard(self.tensor.grad)  # held by C++, where the collector sees no circle through its guard
+            unguard(self.tensor.grad)  # C++ holds it: gc cannot see the circle through its guard
         self.held.release()
         self.tensor = self.plain
 
     def gradient_shown(self) -> Tensor | None:
-        """The gradient, guarded like the parameter."""
+        """Return the gradient, guarded like the parameter."""
         with local_mode():
             self._keeper.settle()
             gradient = self.tensor.grad
-            known = part_of(gradient)  # complete: one that has only to be waited for
+            known = part_of(gradient)  # a `Pending` without a part behind it
             if isinstance(gradient, DTensor) and (known is None or known.is_complete):
                 guard(gradient, GradientPart(gradient, self._keeper, f"the gradient of {self.name}"))
             return gradient
@@ -397,7 +403,7 @@ class ParameterPart(ShardedPart):
             self.tensor.grad = gradient
 
     def like(self, local: Tensor) -> DTensor:
-        """A DTensor that is sharded as this parameter is."""
+        """Return a DTensor with this parameter's sharding."""
         tensor = self.dtensor
         return DTensor.from_local(
             local,
@@ -409,7 +415,7 @@ class ParameterPart(ShardedPart):
         )
 
     def hook(self, register: Callable[..., Any], hook: Callable[..., Any]) -> Any:
-        """Hooks stay on the user's object: `Weights` calls them when the gradient is there."""
+        """Register a hook on the user's object; `Weights` calls it with the complete gradient."""
         with local_mode():
             nn.Parameter.requires_grad_(self.plain, self.tensor.requires_grad)
             return register(self.plain, hook)
@@ -431,7 +437,7 @@ class ParameterPart(ShardedPart):
             )
 
     def take_written(self) -> None:
-        """Write into the shard what a step has written into the gathered parameter."""
+        """Copy a step's writes to the gathered parameter into the shard."""
         gathered = self.held.gathered
         if gathered is None:
             return
@@ -439,14 +445,19 @@ class ParameterPart(ShardedPart):
         if is_written or self.may_be_written:
             before, self.held.gathered_sum = self.held.gathered_sum, None
             if before is not None and self._is_compared:
-                self.held.gathered_sum = checksum(gathered)  # it may stay gathered, and be written again
+                self.held.gathered_sum = checksum(gathered)  # it may stay gathered and be written again
                 self._keeper.note_written(self, self.held.gathered_sum - before)
             self._write_changes(gathered, surely=is_written)
             self.held.gathered_version, self.may_be_written = gathered._version, False
 
     @torch.no_grad()
     def _write_changes(self, gathered: Tensor, *, surely: bool) -> None:
-        """Take over the elements that differ; on all ranks or none, where all know that they wrote."""
+        """Copy the elements that differ into the shard.
+
+        Args:
+            gathered: The gathered parameter.
+            surely: True if every rank has written. Otherwise only ranks with a changed element copy.
+        """
         with local_mode():
             own, local = self.own(gathered.detach()), self.local
             before = local.to(own.device, own.dtype)
@@ -456,11 +467,11 @@ class ParameterPart(ShardedPart):
 
 
 class _NotHereError(Exception):
-    """This rank alone does not have what a function needs."""
+    """Raised if an elementwise function needs elements of other ranks."""
 
 
 def _own(argument: Any, part: ShardedPart) -> Any:
-    """This rank's elements of an argument of an elementwise function."""
+    """Return the local shard of an argument of an elementwise function."""
     if isinstance(argument, Guard):
         known = argument._part
         known.flush()
@@ -480,7 +491,7 @@ def _own(argument: Any, part: ShardedPart) -> Any:
 
 
 def _sum_of(arguments: Sequence[Any]) -> Tensor | int:
-    """A checksum of the arguments of a change in place, as far as this rank alone has them."""
+    """Return a checksum of the arguments of an in-place change, without the sharded ones."""
     total: Tensor | int = 0
     for place, argument in enumerate(arguments):
         if isinstance(argument, (list, tuple)):
@@ -488,7 +499,7 @@ def _sum_of(arguments: Sequence[Any]) -> Tensor | int:
         elif isinstance(argument, Tensor) and not isinstance(argument, DTensor):
             total = total + checksum(argument)
         elif isinstance(argument, (str, int, float)):
-            total = total + digest((place, argument)) // 2**16  # as a tensor, the sum has 64 bits
+            total = total + digest((place, argument)) // 2**16  # as a tensor the sum has 64 bits: leave room
     return total
 
 
@@ -501,7 +512,7 @@ def _own_lists(argument: Any, parts: Sequence[ShardedPart]) -> Any:
 
 
 def _own_values(tensor: Tensor, part: ShardedPart) -> Tensor:
-    """This rank's elements of any tensor of the logical shape. Collective where it is sharded otherwise."""
+    """Return the local shard of a tensor of the logical shape. Collective if it has another sharding."""
     with local_mode():
         try:
             return cast(Tensor, _own(tensor, part))
@@ -517,10 +528,10 @@ def _is_elsewhere(tensor: DTensor, part: ShardedPart) -> bool:
 
 
 def gather(tensor: DTensor) -> Tensor:
-    """The whole of a DTensor, in memory of its own, on the device of its shards. Collective."""
+    """Return the unsharded tensor, in its own memory, on the device of the shards. Collective."""
     with local_mode():
         shard: Any = tensor.detach()
-        if shard.device.type != shard.device_mesh.device_type:  # offloaded: gathered through the device
+        if shard.device.type != shard.device_mesh.device_type:  # offloaded: gather on the device of the mesh
             shard = shard.to(shard.device_mesh.device_type)
         full: Tensor = shard.full_tensor().to(tensor.device)
         own = tensor._local_tensor

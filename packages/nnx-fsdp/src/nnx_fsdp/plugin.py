@@ -1,4 +1,4 @@
-"""The front door of the plugin: what it offers, as data."""
+"""List the strategies of the plugin, as data."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _spec(
 
 @hookimpl
 def nnx_strategies() -> list[StrategySpec]:
-    """The FSDP2 strategies."""
+    """Return the FSDP2 strategies."""
     return [
         _spec(
             "fsdp_auto",

@@ -1,7 +1,7 @@
-"""Call submodules of a sharded root on their own, in a step of manual optimization.
+"""Call submodules of a sharded root alone, in a step of manual optimization.
 
-FSDP2 gathers the parameters of the root when the root's forward begins, and reduces their gradients after a
-backward from the root's output. A step that calls ``self.generator`` and ``self.discriminator``, twice, has
+FSDP2 gathers the parameters of the root when the root's forward begins. It reduces their gradients after a
+backward from the root's output. A step that calls ``self.generator`` and ``self.discriminator``, twice, runs
 neither: without `PartsOfRoot` it would silently train nothing.
 """
 
@@ -19,11 +19,11 @@ from nnx_fsdp._torch_compat import before_part, finish_after_backward, prepare_r
 
 
 class PartsOfRoot:
-    """Lets every submodule that is sharded with the root be called by itself.
+    """Hooks that let user code call every submodule that is sharded with the root.
 
     Args:
-        root: The module that was given to ``fully_shard`` last.
-        opaque: Submodules whose own parts are left alone, as those that are compiled.
+        root: The module that ``fully_shard`` was called on last.
+        opaque: Submodules that get no hooks inside, such as compiled ones.
     """
 
     def __init__(self, root: FSDPModule, *, opaque: Collection[nn.Module] = ()) -> None:
@@ -36,7 +36,7 @@ class PartsOfRoot:
 
     @contextmanager
     def callable(self) -> Iterator[None]:
-        """Within it parts may be called; outside of it nothing changes."""
+        """Context manager in which submodules may be called alone; outside of it the hooks do nothing."""
         prepare_root(self._root)
         self._active = True
         try:
@@ -45,7 +45,7 @@ class PartsOfRoot:
             self._active = False
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -61,7 +61,7 @@ class PartsOfRoot:
 def _parts(module: nn.Module, opaque: Collection[nn.Module]) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, FSDPModule):
-            continue  # a unit sees to itself
+            continue  # FSDP2's own hooks handle a unit
         yield child
         if child not in opaque:
             yield from _parts(child, opaque)

@@ -1,8 +1,8 @@
-"""Shard modules with FSDP2, so that user code sees unsharded parameters.
+"""Shard modules with FSDP2, and show user code unsharded parameters.
 
 `Sharding` shards modules unit by unit, runs their steps, lets the ranks agree on the order of their
-collectives, and gathers everything at the end. Its caller chooses the units: `nnx_fsdp.backend` asks
-`nnx_fsdp.units`, and `nnx_colossalai` asks its plan.
+collectives, and gathers all parameters at the end. Its caller chooses the units: `nnx_fsdp.backend` uses
+`nnx_fsdp.units`, and `nnx_colossalai` uses its plan.
 """
 
 from __future__ import annotations
@@ -88,15 +88,15 @@ class _Layout:
     """The changes to one root module, to be undone when its training ends.
 
     Attributes:
-        plain: Maps each sharded parameter to the user's own object, which has no storage meanwhile.
-        compiled: Modules whose forward was replaced by a compiled one, on the instance.
-        checkpointed: Modules whose forward was replaced by one that recomputes activations.
-        strides: Meta tensors with the strides of the user's objects whose elements did not lie in order.
-        replicated: The parameters that could not be sharded.
+        plain: The user's own object of each sharded parameter; it has no storage during training.
+        compiled: Modules with a compiled forward on the instance.
+        checkpointed: Modules whose forward recomputes activations.
+        strides: Meta tensors with the strides of the user's objects that were not contiguous.
+        replicated: The parameters that FSDP2 cannot shard.
         agreement: The agreement of the ranks in a step.
-        optimizers: The optimizers of its parameters.
-        parts: Lets a step of manual optimization call submodules itself, once there was one.
-        weights: The sharded parameters as user code sees them, once all are sharded.
+        optimizers: The optimizers of the module's parameters.
+        parts: The hooks for steps that call submodules themselves; None before the first such step.
+        weights: The sharded parameters in user code's view; None before all are sharded.
     """
 
     plain: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
@@ -111,19 +111,20 @@ class _Layout:
 
 
 class Sharding:
-    """FSDP2 over one or several root modules.
+    """Shards one or several root modules with FSDP2.
 
     Args:
-        mesh: The ranks: one axis to shard over, or two to replicate and shard over.
+        mesh: The ranks: one mesh dim to shard over, or two to replicate and shard over.
         device: The device of this rank.
         mixed_precision: FSDP2's mixed precision.
         offload: FSDP2's offloading.
-        compile: True compiles the forward of every unit, a dict with these arguments of ``torch.compile``.
-        checkpointed: The layers whose activations are recomputed in backward; None for none.
+        compile: True to compile the forward of every unit; a dict passes arguments to ``torch.compile``.
+        checkpointed: The layers whose activations backward recomputes; None for none.
         sync_module_states: Broadcast rank zero's weights and buffers before sharding.
-        sum_gradients: Reduce gradients by a sum and a division, on every backend of the process group.
-        is_watched: Returns True while writes of user code are compared over the ranks.
-        has_by_choice: The caller has an option `by_choice`; the error about units in another order names it.
+        sum_gradients: True to reduce gradients by a sum and a division, with any communication library.
+        is_watched: A function that returns True while the ranks compare user code's writes.
+        has_by_choice: True if the caller has an option `by_choice`, which the error about unit order then
+            names.
 
     Example:
         ``Sharding(mesh, torch.device("cuda", 0)).shard(model, [ShardedUnit("0", model[0])])``
@@ -154,7 +155,7 @@ class Sharding:
         self._has_by_choice = has_by_choice
         self._by_choice: dict[str, str] = {}
         self._layouts: dict[nn.Module, _Layout] = {}
-        self._unfinished = _Layout()  # of units that were sharded before their root is known
+        self._unfinished = _Layout()  # units that are sharded before their root is known
         self.order: CollectiveOrder | None = None
 
     def holds(self, root: nn.Module) -> bool:
@@ -164,10 +165,10 @@ class Sharding:
     def shard(
         self, root: nn.Module, units: Iterable[ShardedUnit], *, reshard_root: Reshard = None
     ) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Shard units bottom-up, and the rest with the root. Collective.
+        """Shard units bottom-up, then all other parameters with the root. Collective.
 
         Args:
-            root: A module; its parameters become DTensors under their own names.
+            root: A module. Its parameters become DTensors under their own names.
             units: Modules in it, inner ones first.
             reshard_root: ``reshard_after_forward`` of the root.
 
@@ -188,13 +189,13 @@ class Sharding:
         self._unfinished = _Layout()
         gathered = units_of(root)
         for top in roots_of(root):
-            prepare_root(top)  # before user code gives a parameter another place, as parametrizations do
+            prepare_root(top)  # before user code moves a parameter to another name, as parametrizations do
         if self.order is None:
             self.order = CollectiveOrder(remedy=self._remedy, wait=30.0 if self._compiles is False else 600.0)
         if self._has_by_choice:
             names = [name for name, part in root.named_modules() if name and isinstance(part, FSDPModule)]
             self._by_choice |= options_by_choice(root, names)
-        assert layout.replicated is not None  # `_shard_root` made them
+        assert layout.replicated is not None  # set by `_shard_root`
         index = len(self._layouts) - 1
         layout.agreement = StepAgreement(root, gathered, layout.replicated, self.order, index=index)
         layout.weights = Weights(
@@ -216,22 +217,22 @@ class Sharding:
         self._fully_shard(unit.module, ignored=unshardable(unit.module), reshard=unit.reshard)
 
     def _remedy(self, message: str) -> str:
-        """Return the remedy of an error about units in another order."""
+        """Return the remedy for units in different orders."""
         return f"{remedy_by_choice(self._by_choice, message)} {REMEDY}".lstrip()
 
     def _refuse_split_ties(self, root: nn.Module) -> None:
-        """A unit took a parameter away that a module outside of it still holds."""
+        """Refuse a unit that took a parameter which a module outside of it still holds."""
         taken = {id(plain) for plain in self._unfinished.plain.values()}
         left = [n for n, p in root.named_parameters(remove_duplicate=False) if id(p) in taken]
         if left:
             raise UnsupportedError(
                 f"a unit shares parameters with modules outside of it: {', '.join(left)}.",
-                remedy="Do not wrap it: what is not wrapped is sharded with the root, tied or not.",
+                remedy="Do not wrap it. Parameters outside of units are sharded with the root, tied or not.",
             )
 
     def _shard_root(self, root: nn.Module, reshard: Reshard) -> None:
         self._prepare(root, name="")
-        if not self._unfinished.compiled:  # there are no units: compile the root's children
+        if not self._unfinished.compiled:  # no unit was compiled: compile the root's children
             for child in _parts_with_forward(root):
                 self._compile(child)
         self._recompute(root)
@@ -244,7 +245,7 @@ class Sharding:
         self._unfinished.replicated = ReplicatedParameters(p for p in root.parameters() if p in replicated)
 
     def _shard_children(self, root: nn.Module, reshard: bool | int) -> None:
-        """Where the root's class cannot take FSDP2's prefix, its children become units of their own."""
+        """Shard the root's children as units, because the root's class cannot take FSDP2's prefix."""
         children = [child for child in _parts_with_forward(root) if can_be_sharded(child)]
         users = Counter(p for child in children for p in set(child.parameters()))
         tied = {parameter for parameter, count in users.items() if count > 1}
@@ -254,7 +255,7 @@ class Sharding:
                 self._fully_shard(child, ignored=ignored, reshard=reshard)
 
     def _prepare(self, module: nn.Module, *, name: str) -> None:
-        """Real, equal weights on this rank's device."""
+        """Materialize the weights on this rank's device, equal on all ranks."""
         materialize(module, self._device, name=name)
         move_to(module, self._device)
         if self._sync_module_states:
@@ -279,9 +280,9 @@ class Sharding:
             if sharded is not plain:
                 self._unfinished.plain[sharded] = plain
                 plain.grad = None
-                plain.data = plain.data.new_empty(0)  # the user's object stays alive without its storage
+                plain.data = plain.data.new_empty(0)  # the user's object lives on without storage
 
-    # Forwards are replaced on the instances, so that no name in the model changes.
+    # A forward is replaced on the instance. A wrapper module would change names in the model.
 
     def _compile(self, module: nn.Module) -> None:
         if self._compiles is not False:
@@ -296,15 +297,15 @@ class Sharding:
                 self._unfinished.checkpointed.add(submodule)
 
     def take_optimizers(self, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Remember the optimizers of a root: after `unshard` their state is unsharded too."""
+        """Remember the optimizers of a root, so that `unshard` also unshards their state."""
         if root in self._layouts:
             self._layouts[root].optimizers = list(optimizers)
 
     def replace(self, root: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Take notice of other objects in the place of sharded parameters.
+        """Accept other objects in the place of sharded parameters.
 
         Args:
-            root: Their root.
+            root: The root of the parameters.
             replaced: The object in the place of each sharded parameter.
         """
         layout = self._layouts[root]
@@ -314,11 +315,11 @@ class Sharding:
             layout.weights.replace(replaced)
 
     def unshard(self, root: nn.Module, at_end: AtEnd) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Gather every parameter into the user's own object and take FSDP2 off the modules. Collective.
+        """Gather every parameter into the user's own object and remove FSDP2 from the modules. Collective.
 
         Args:
-            root: A root, or a module whose units were sharded and whose root was not.
-            at_end: Keeps a gathered tensor.
+            root: A root, or a module with sharded units that was never sharded as a root.
+            at_end: A function that keeps a gathered tensor.
 
         Returns:
             The user's parameter in the place of each DTensor.
@@ -358,7 +359,7 @@ class Sharding:
             return self._run(root, step, *args, **kwargs)
         is_manual = torch.is_grad_enabled() and not getattr(root, "automatic_optimization", True)
         if is_manual and any(map(has_failed_backward, layout.weights.modules)):
-            self.drop_failed_backward(root)  # of a `loss.backward()`, which does not come by here
+            self.drop_failed_backward(root)  # a failed `loss.backward()` does not run `backward_pass`
         with (
             _recovering(root),
             layout.agreement.step(getattr(step, "__name__", "a forward")),
@@ -374,9 +375,9 @@ class Sharding:
             result = root(*args, **kwargs)
         else:
             with forward_as(root, step):
-                result = root(*args, **kwargs)  # `step` ran in it
+                result = root(*args, **kwargs)  # runs `step` in the place of the root's forward
         if not torch.is_grad_enabled():
-            # No backward will free what the root gathered, and code that walks over parameters
+            # No backward frees the root's gathered parameters then. User code that walks over parameters
             # between steps must find the sharded ones.
             self.free(root)
         return result
@@ -390,11 +391,11 @@ class Sharding:
             layout.parts = PartsOfRoot(root, opaque=layout.compiled)
         with layout.parts.callable():
             result = step(*args, **kwargs)
-        self.free(root)  # a forward that no backward followed left its units gathered
+        self.free(root)  # a forward without a backward left its units gathered
         return result
 
     def drop_failed_backward(self, root: nn.Module) -> None:
-        """Reset FSDP2 after a failed backward, and drop the gradients that were not reduced."""
+        """Reset FSDP2 after a failed backward, and drop the unreduced gradients."""
         begin_anew(states_of(root))
         for layout in self._layouts.values():
             if layout.agreement is not None and layout.weights is not None:
@@ -403,7 +404,7 @@ class Sharding:
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """Around a backward: at its end gradients are complete, also those of unsharded reads."""
+        """Context manager around a backward; at the end it also adds the gradients of unsharded reads."""
         with ExitStack() as stack:
             for weights in self.views():
                 stack.enter_context(weights.backward())
@@ -411,7 +412,7 @@ class Sharding:
 
     @contextmanager
     def no_sync(self, root: nn.Module) -> Iterator[None]:
-        """Keep gradients on this rank until the first backward outside of it, unless a hook looks at them."""
+        """Accumulate gradients on this rank until the first backward outside, unless hooks read them."""
         layout = self._layouts.get(root)
         if layout is not None and layout.weights is not None and layout.weights.has_hooks():
             yield
@@ -431,34 +432,34 @@ class Sharding:
             layout.agreement.synchronize = synchronize
 
     def free(self, root: nn.Module) -> None:
-        """Keep this rank's shards of all units of a root only."""
+        """Keep only this rank's shards of all units of a root."""
         for submodule in root.modules():
             if isinstance(submodule, FSDPModule):
                 submodule.reshard()
 
     def free_gathered(self) -> None:
-        """Free units that a forward without a backward left gathered; keep the values written into them."""
+        """Free units that a forward without a backward left gathered; keep user code's writes to them."""
         for weights in self.views():
             weights.free()
 
     def views(self) -> list[Weights]:
-        """Return the parameters of every root, which an optimizer's step sees as this rank's shards."""
+        """Return the parameters of every root; an optimizer's step sees them as this rank's shards."""
         return [layout.weights for layout in self._layouts.values() if layout.weights is not None]
 
     def local(self) -> AbstractContextManager[None]:
-        """Around work on the DTensors themselves."""
+        """Return a context that shows the DTensors instead of unsharded tensors."""
         return stepping(self.views())
 
     def state_parts(self, refusal: Callable[[Optimizer], str | None]) -> StateParts:
-        """Return how the state of optimizers reads as unsharded.
+        """Return a view of optimizer state that reads as unsharded.
 
         Args:
-            refusal: As of `nnx_core.view.hidden_state.StateParts`.
+            refusal: `refusal` of `nnx_core.view.hidden_state.StateParts`.
         """
         return PartsOfState(self.views, refusal)
 
     def flush(self) -> None:
-        """Write back the changes of user code to unsharded parameters."""
+        """Copy user code's changes of unsharded parameters back into the shards."""
         for weights in self.views():
             weights.flush()
 
@@ -475,14 +476,14 @@ def _recovering(root: nn.Module) -> AbstractContextManager[None]:
 
 
 def roots_of(module: nn.Module) -> list[FSDPModule]:
-    """Return the outermost modules that FSDP2 has: the module, or its children if it cannot be sharded."""
+    """Return the outermost modules under FSDP2: the module, or its children if it cannot be sharded."""
     if isinstance(module, FSDPModule):
         return [module]
     return [inner for child in module.children() for inner in roots_of(child)]
 
 
 def _parts_with_forward(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of a module; lists and dicts of modules are never called, so theirs instead."""
+    """Yield the children of a module. Containers have no forward, so their children stand for them."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _parts_with_forward(child)

@@ -1,12 +1,12 @@
-"""Which modules are sharded together: the choice of units, and the reason for it.
+"""Choose the units of a model, and say why.
 
-The rule: units are the outermost layers that repeat, which are layers of one class, side by side in a
-ModuleList, ModuleDict or Sequential, of at least `min_num_params` parameters each. Layers inside a unit,
-experts in a block among them, are gathered and freed with it.
+Units are the outermost layers that repeat: layers of one class, side by side in a ModuleList, ModuleDict or
+Sequential, with at least `min_num_params` parameters each. A unit gathers and frees all layers inside it,
+experts in a block among them.
 
-Every rank must call the units in one order. Layers that a forward chooses between (`by_choice`) are no units,
-nor is anything in them: they belong to the unit that holds them, or to the root. Where ranks reach units in
-another order, `nnx_core.agree.collective_order.CollectiveOrder` refuses, and `remedy_by_choice` names the
+Every rank must call the units in one order. Conditionally executed layers (`by_choice`) and their submodules
+are never units: they belong to the unit that holds them, or to the root. If ranks reach units in different
+orders, `nnx_core.agree.collective_order.CollectiveOrder` raises an error, and `remedy_by_choice` names the
 option.
 """
 
@@ -28,18 +28,18 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True, slots=True)
 class UnitChoice:
-    """The units of a model beside its root, children before parents.
+    """The units of a model except its root, children before parents.
 
     Attributes:
-        units: Name and module of each.
-        reason: Why these, as one sentence.
+        units: The name and the module of each unit.
+        reason: The reason for the choice, as one clause.
     """
 
     units: tuple[tuple[str, nn.Module], ...]
     reason: str
 
     def describe(self, root: nn.Module) -> str:
-        """What the units are and why, as one clause."""
+        """Return the units and the reason for them, as one clause."""
         total = _count(root)
         if not self.units:
             return f"one unit of {total:,} parameters ({self.reason})"
@@ -59,14 +59,14 @@ def choose_units(
     min_num_params: int | None = None,
     by_choice: object = None,
 ) -> UnitChoice:
-    """Choose the modules under `root` to be sharded as units.
+    """Choose the units under `root`.
 
     Args:
-        root: The whole model, which is always the last unit.
-        policy: Layer class or classes, by their names too, or a function from module to bool; None finds
+        root: The complete model, which is always the last unit.
+        policy: A layer class or its name, several of them, or a function from module to bool; None finds
             repeated layers.
-        min_num_params: Smaller modules are left to the unit above them.
-        by_choice: Modules that a forward chooses between, see `modules_by_choice`: no units.
+        min_num_params: The minimum number of parameters of a unit.
+        by_choice: Conditionally executed modules, see `modules_by_choice`. They are never units.
 
     Raises:
         OptionError: The policy is of the wrong type or matches nothing, or `by_choice` names nothing.
@@ -104,15 +104,15 @@ def choose_units(
 
 
 def modules_by_choice(root: nn.Module, by_choice: object) -> set[nn.Module]:
-    """Find the modules that a forward chooses between, with all modules inside them.
+    """Find the conditionally executed modules, with all modules inside them.
 
     Args:
-        root: The whole model.
-        by_choice: Names of modules as `named_modules` has them, layer classes, or names of classes; one or
-            several. None: none.
+        root: The complete model.
+        by_choice: Names of modules from `named_modules`, layer classes, or names of classes; one or several,
+            or None for none.
 
     Raises:
-        OptionError: A name is of no module and of no class of a module, or an entry is neither.
+        OptionError: A name matches no module and no class of a module, or an entry is neither.
 
     Example:
         >>> model = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(2))})
@@ -131,14 +131,14 @@ def modules_by_choice(root: nn.Module, by_choice: object) -> set[nn.Module]:
 
 
 def options_by_choice(root: nn.Module, units: Iterable[str]) -> dict[str, str]:
-    """Name, for each unit, the entry of `by_choice` that keeps it and its siblings from being units.
+    """Return the `by_choice` entry for each unit that would keep it and its siblings from being units.
 
-    It is the outermost of the containers around the unit, or the unit where it is in none; in a root that is
-    a container, the class of the unit.
+    The entry is the outermost container around the unit, or the unit itself without a container. In a root
+    that is a container, the entry is the class of the unit.
 
     Args:
-        root: The whole model.
-        units: Names of the units.
+        root: The complete model.
+        units: The names of the units.
 
     Example:
         >>> options_by_choice(nn.Sequential(nn.Linear(2, 2)), ["0"])
@@ -158,11 +158,11 @@ def _held_by(root: nn.Module, unit: str) -> str:
 
 
 def remedy_by_choice(options: Mapping[str, str], message: str) -> str:
-    """Say which `by_choice` keeps the units that an error names from being units; empty if it names none.
+    """Return a remedy with the `by_choice` entries for the units that an error names; empty without any.
 
     Args:
-        options: See `options_by_choice`.
-        message: The error of a `CollectiveOrder`.
+        options: The result of `options_by_choice`.
+        message: The error message of a `CollectiveOrder`.
 
     Example:
         >>> message = "rank 0 came to the gather of experts.0; rank 1 came to the gather of experts.1."
@@ -243,7 +243,7 @@ def _without_tied(root: nn.Module, units: list[tuple[str, nn.Module]]) -> list[t
 
 
 def tied_across(root: nn.Module, unit: nn.Module) -> list[str]:
-    """Names of parameters that are used both inside and outside of `unit`: they cannot be in its group."""
+    """Return the names of parameters used both inside and outside of `unit`: it cannot gather them."""
     inside = {id(module) for module in unit.modules()}
     own = {id(parameter) for parameter in unit.parameters()}
     return [

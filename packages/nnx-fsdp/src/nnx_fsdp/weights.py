@@ -1,13 +1,13 @@
-"""The sharded parameters of one module, as user code sees and touches them between FSDP2's collectives.
+"""Show user code the sharded parameters of a module as unsharded, between FSDP2's collectives.
 
-FSDP2 leaves DTensors on the module, and in a step the gathered weights of what is being computed. Neither is
-what code written for one process expects. So every sharded parameter is guarded (`nnx_core.view.guard`): it
-reads as whole, writes reach the shards, gradients of penalties are averaged over the ranks, hooks see whole
-gradients, and what a step writes into gathered weights is kept. FSDP2 itself, optimizers and checkpoints work
-on the DTensors in local mode.
+FSDP2 leaves DTensors on the module, and in a step the gathered weights of the running layer. Code for one
+process expects neither. So every sharded parameter is guarded (`nnx_core.view.guard`). It reads as unsharded,
+and writes reach the shards. Gradients of penalties are averaged over the ranks, and hooks get unsharded
+gradients. Writes of a step to gathered weights are kept. FSDP2 itself, optimizers and checkpoints use the
+DTensors in local mode.
 
-This module owns what concerns all parameters of a module: when a step or a backward begins and ends. One
-parameter is `parts`' business.
+This module handles the begin and end of steps and backwards, for all parameters of a module. `parts` handles
+one parameter.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from nnx_fsdp.parts import ParameterPart, ShardedPart, gather
 
 
 class Weights(GuardedParameters[ShardedPart, ParameterPart]):
-    """All sharded parameters of one module. Making it guards them.
+    """All sharded parameters of one module. The constructor guards them.
 
     Args:
         module: A module that FSDP2 has sharded.
-        units: Everything that FSDP2 gathers of it.
-        plain: Maps each sharded parameter to the user's own object.
-        order: The order that the ranks agree on; a read on some ranks only is an error.
-        watch_data: True if writes through ``data`` of gathered weights are noticed; not if they are compiled.
-        is_watched: True if what is written is about to be compared over the ranks.
+        units: All FSDP units of the module.
+        plain: The user's own object of each sharded parameter.
+        order: The order that the ranks agree on. A read on some ranks only is an error.
+        watch_data: True to notice writes through ``data`` of gathered weights; False for compiled layers.
+        is_watched: A function that returns True if the ranks compare writes.
 
     Attributes:
-        modules: Those that FSDP2 has the weights of.
+        modules: The modules of the units.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
                     self._guard(part)
 
     def _guard(self, part: ParameterPart) -> None:
-        """Guard a parameter, and the user's own object, which may be in a list of theirs."""
+        """Guard a parameter and the user's own object, because user code may hold it in a list."""
         sharded: Any = part.tensor
         vars(sharded).update(attributes_of(part.plain))
         self._parts[sharded] = part
@@ -89,7 +89,7 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
         return parameter in self._parts
 
     def replace(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Other objects have taken the place of sharded parameters."""
+        """Accept other objects in the place of sharded parameters."""
         for old, new in replaced.items():
             part = self._parts.pop(old, None)
             if part is not None:
@@ -100,7 +100,7 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
                 guard(new, part)
 
     def release(self) -> None:
-        """Give the user's objects their class and attributes back, before they get their values."""
+        """Restore the class and attributes of the user's objects, before they get their values."""
         self.flush()
         for sharded, part in self._parts.items():
             unguard(part.plain)
@@ -120,38 +120,39 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
 
     @property
     def is_watched(self) -> bool:
-        """True if what is written into parameters is to be compared over the ranks."""
+        """True if the ranks compare writes to parameters."""
         return self._is_watched()
 
     def note_written(self, part: ShardedPart, written: Tensor | int) -> None:
-        """A parameter was written to; the checksum must be that of every rank."""
+        """Add the checksum of a write to a parameter, which must be the same on every rank."""
         self._written[part.name] = self._written.get(part.name, 0) + int(written)
 
     def take_notes(self) -> dict[str, int]:
-        """By name of each parameter, the sum of what was noted since the last call."""
+        """Return the sum of the notes since the last call, by name of each parameter."""
         notes, self._written = self._written, {}
         return {part.name: notes.get(part.name, 0) for part in self._parts.values()}
 
     def before_gather(self, part: ShardedPart) -> None:
-        """All ranks must come here."""
+        """Check that all ranks gather the same parameter."""
         if self._order is not None:
             self._order.arrive(f"the reading of {part.name}, outside of its layer's forward")
 
     def flush(self) -> None:
-        """Write back what was changed in wholes, and free them."""
+        """Copy changes of gathered tensors back, and free them."""
         super().flush()
         self._assigned = [part for part in self._assigned if part.keeps_source()]
 
     def add_assigned(self, part: ShardedPart) -> None:
-        """Somebody has set a tensor's ``data``."""
+        """Remember a part whose ``data`` user code has set."""
         self._assigned.append(part)
 
     @contextmanager
     def step(self, *, inner_backwards: bool) -> Iterator[None]:
-        """Around a step.
+        """Context manager around a step.
 
         Args:
-            inner_backwards: True if no backward in it is the one that trains, so that weights stay gathered.
+            inner_backwards: True if the backwards in it do not train, so that weights stay gathered after
+                them.
         """
         self.flush()
         for part, _ in self._leaves:
@@ -165,7 +166,7 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
             self._in_step = False
 
     def _follow_parameters(self) -> None:
-        """Where user code has given a parameter another place, such as pruning does, gather it there."""
+        """Gather a parameter under its new name, if user code has moved it, as pruning does."""
         if all(part.held.is_in_place() for part in self._parts.values()):
             return
         places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -189,7 +190,7 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
         if is_in_transform():
             raise UnsupportedError(
                 f"the layer of {self._named(unit)} is called within a transform of torch.func that "
-                "differentiates, such as grad or vjp, where it cannot be gathered.",
+                "differentiates, such as grad or vjp, where FSDP2 cannot gather it.",
                 remedy="Use `torch.autograd.grad`, or give the weights to functions of "
                 "`torch.nn.functional`, or train under 'ddp'.",
             )
@@ -209,8 +210,8 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
             gathered = held.gathered
             if gathered is not None and gathered.is_inference():
                 raise UnsupportedError(
-                    f"the layer of {self._named(unit)} is first called under torch.inference_mode(), where "
-                    "its weights get no gradients, now and later.",
+                    f"the layer of {self._named(unit)} is first called under torch.inference_mode(), so its "
+                    "weights would never get gradients.",
                     remedy="Use `torch.no_grad()`.",
                 )
             if gathered is not None and "_part" not in vars(gathered):
@@ -226,7 +227,7 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
                 part.take_written()
 
     def has_hooks(self) -> bool:
-        """Return True if gradients must be reduced after every backward, because somebody sees them."""
+        """Return True if hooks read gradients, so that every backward must reduce them."""
         return bool(self._hooked())
 
     def _hooked(self) -> list[ParameterPart]:
@@ -239,10 +240,12 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward: gradients are complete at its end, and hooks were called with them."""
+        """Context manager around a backward; it completes the gradients and then calls the hooks."""
         hooked = self._hooked()
         before: dict[ParameterPart, Tensor | None] = {}
         with local_mode():
+            # A hook must see this backward's gradient alone. So accumulated gradients wait in `before` and
+            # are added after the hooks.
             for part in hooked:
                 before[part] = part.tensor.grad
                 part.tensor.grad = None
@@ -257,20 +260,20 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
         finally:
             self._in_backward = False
             with local_mode():
-                for part, gradient in before.items():  # it failed
+                for part, gradient in before.items():  # an error left them: restore accumulated gradients
                     part.tensor.grad = gradient
         kept = [unit for unit in self._units if unit.end_keeping()]
         for unit in kept:
             unit.free()
 
     def free(self) -> None:
-        """Keep only this rank's part of what is gathered for computing."""
+        """Keep only this rank's shards of the gathered units."""
         for unit in self._units:
             if unit.is_gathered:
                 unit.free()
 
     def drop_unreduced_gradients(self) -> None:
-        """After a backward that failed: what it has left on this rank cannot be told from other gradients."""
+        """Drop all unreduced gradients after a failed backward, because its own are not marked."""
         for unit in self._units:
             for held in unit.parameters:
                 held.drop_unreduced_gradient()
@@ -278,7 +281,7 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
             leaf.grad = None
 
     def _reduce_rest(self) -> None:
-        """Reduce what has come after its unit was done, as of a weight that others use before it."""
+        """Reduce gradients that arrived after their unit's reduction, as of a weight that earlier layers use."""
         for unit in self._units:
             if unit.reduces and any(held.has_gradient_left for held in unit.parameters):
                 unit.reduce_rest()

@@ -1,9 +1,9 @@
-"""Automatically parallelised training for PyTorch Lightning, as an nnx plugin.
+"""Automatic parallel training for PyTorch Lightning, as an nnx plugin.
 
-A model's forward is traced, a plan splits its operators over the ranks of a unit, readable Python is
-emitted for it, and that code runs on the user's own module. `nnx_nnscaler.backend` is the engine.
+nnScaler traces a model's forward, and a plan splits its operators over the ranks of a unit. It emits readable
+Python for the plan, and runs that code on the user's own module. `nnx_nnscaler.backend` is the engine.
 Importing this package imports neither torch nor Lightning; `NnScalerStrategy`, `NnScalerPrecision` and
-`register_op` do.
+`register_op` import both.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Private names of torch that this package uses, and what has other names in some versions.
+"""Use the private names of torch that this package needs, and names that differ between versions.
 
-`PRIVATE_NAMES` lists them, with the versions they were seen in; tests/test_private_names.py looks them up.
+`PRIVATE_NAMES` lists them with the torch versions that have them; tests/test_private_names.py checks them.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ PRIVATE_NAMES = {
         "the name without _impl is taken", first="2.14"
     ),
 }
-"""The private names of torch that this module uses, and what happens where torch lacks one."""
+"""The private names of torch that this module uses, each with its effect if torch lacks it."""
 
 has_any_global_hook: Callable[[], bool] = _has_any_global_hook
-"""Whether a hook is registered for all modules."""
+"""A function that returns True if a hook is registered for all modules."""
 safe_softmax: Any = torch.ops.aten._safe_softmax
 """A softmax that is 0 where all scores of a row are masked."""
 unflatten_dense_tensors: Any = torch._C._nn.unflatten_dense_tensors
-"""Views of a flat tensor, one for each of some tensors."""
+"""A function that returns views of a flat tensor, one for each given tensor."""
 
 
 def schedule_actions(
@@ -75,8 +75,8 @@ def schedule_actions(
     """Return each rank's actions in one of torch's pipeline schedules, as ``("F", stage, microbatch)``.
 
     Raises:
-        ValueError: The schedule does not take these numbers.
-        AssertionError: Likewise.
+        ValueError: The schedule refuses these numbers.
+        AssertionError: The schedule refuses these numbers.
     """
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -87,7 +87,7 @@ def schedule_actions(
             return [one for part in action.sub_actions for one in flat(part)]
         return [(action.computation_type.value, action.stage_index, action.microbatch_index)]
 
-    # All that a schedule reads of a stage when it makes its order.
+    # A schedule reads only these attributes of a stage when it makes its order.
     sizes = {"group_rank": 0, "group_size": ranks, "num_stages": ranks * stages_per_rank}
     stages: Any = [
         SimpleNamespace(**sizes, stage_index=number * ranks, submod=None, has_backward=True)
@@ -98,9 +98,9 @@ def schedule_actions(
 
 
 def free_fake_inputs(program: ExportedProgram) -> None:
-    """Let a program be freed with all that its trace made: torch would keep that for ever.
+    """Free the objects of a program's trace with the program, which torch would keep forever.
 
-    Its symbolic sizes know the fake inputs, which know these sizes from C++, where no collector looks.
+    The symbolic sizes refer to the fake inputs. These refer to the sizes from C++, where no collector looks.
     """
     for node in program.graph.nodes:
         value = node.meta.get("val")
@@ -113,8 +113,8 @@ def free_fake_inputs(program: ExportedProgram) -> None:
 def checkpoints_replaced(by: Callable[..., Any]) -> dict[str, Any]:
     """Return replacements for names of `torch.utils.checkpoint`, so that each checkpoint calls `by`.
 
-    torch 2.14 calls ``_checkpoint_without_reentrant_generator_impl`` and keeps the name without ``_impl``,
-    which torch 2.11 to 2.13 call, for other libraries. Where torch has neither, this raises.
+    torch 2.14 calls ``_checkpoint_without_reentrant_generator_impl``. It keeps the name without ``_impl`` for
+    other libraries, which torch 2.11 to 2.13 call. If torch has neither, this raises an error.
     """
     module: Any = torch.utils.checkpoint
     name = "_checkpoint_without_reentrant_generator"
@@ -125,18 +125,18 @@ def checkpoints_replaced(by: Callable[..., Any]) -> dict[str, Any]:
 
 
 def saves_inputs_only(cls: type) -> bool:
-    """Whether an autograd function is `_NoopSaveInputs`, by which a checkpoint of torch 2.11 keeps inputs."""
+    """Return True if an autograd function is `_NoopSaveInputs`, in which torch 2.11 keeps inputs."""
     return cls.__module__ == "torch.utils.checkpoint" and cls.__qualname__ == "_NoopSaveInputs"
 
 
 def lstm_replaced() -> tuple[Any, dict[str, Any]]:
-    """A module of torch, and what to put in the place of its names, so that a trace knows an LSTM's shapes.
+    """Return a module of torch, and replacements for its names by which a trace gets an LSTM's shapes right.
 
-    Where torch 2.11 and 2.12 know shapes only, they give the hidden states of an LSTM one dim too many.
+    Without values, torch 2.11 and 2.12 give the hidden states of an LSTM one dim too many.
     """
     from torch._decomp import decompositions
 
-    if torch.__version__ >= "2.13":  # it compares as a version
+    if torch.__version__ >= "2.13":  # TorchVersion compares by version, not by letters
         return decompositions, {}
     one_layer: Any = decompositions.one_layer_lstm
 

@@ -1,10 +1,10 @@
-"""The axes along which ranks work together, as process groups.
+"""Make the process groups along which ranks work together.
 
-Consecutive ranks form a *plan unit* and work on one batch. Along the *outer* axis stand the ranks that have
-the same place in their units: gradients are averaged over it. With ZeRO they are *parts* of one another
-within each of `zero_ngroups` groups, whose *copies* hold the same parts. With a pipeline the ranks of a unit
-are stages, each of consecutive ranks; along the *pipe* stand those with the same place in their stages. Each
-group is made once for a world.
+Consecutive ranks form a *plan unit* and work on one batch. Ranks with the same index in their units form a
+group along the *outer* axis, over which gradients are averaged. With ZeRO, each of `zero_ngroups` groups of
+units shards the parameters over its ranks, the *parts*; the *copies* hold the same shard. With a pipeline,
+consecutive ranks of a unit form stages; ranks with the same index in their stages form a group along the
+*pipe*. Each group is made once for a world.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _groups: dict[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axes:
-    """This rank's group along each axis; None where it would be alone in it.
+    """This rank's group along each axis; None if the rank would be alone in it.
 
     Attributes:
         unit: The ranks of its plan unit.
-        outer: The ranks that have its place in their units.
-        parts: The ranks among them that store parts of the same copy of the parameters; with ZeRO only.
-        copies: The ranks among them that store the same parts; `outer` without ZeRO.
+        outer: The ranks with its index in their units.
+        parts: The ranks of `outer` that shard the same copy of the parameters; with ZeRO only.
+        copies: The ranks of `outer` that store the same shard; `outer` without ZeRO.
         world: All ranks.
-        unit_rank: Its place in its unit.
-        unit_size: Ranks of a unit.
-        outer_rank: Number of its unit.
-        outer_size: Number of units.
-        part_rank: The number of the part that it stores.
-        part_size: Into how many parts parameters are cut; 1 without ZeRO.
+        unit_rank: The index of this rank in its unit.
+        unit_size: The number of ranks of a unit.
+        outer_rank: The index of its unit.
+        outer_size: The number of units.
+        part_rank: The index of the shard that it stores.
+        part_size: The number of shards of a parameter; 1 without ZeRO.
         unit_control: The ranks of the unit, as a group whose collectives take CPU tensors.
-        pipe: The ranks of the unit that have its place in the other stages.
-        pipe_rank: The number of its stage ranks, which is its place among them.
+        pipe: The ranks of the unit with its index in the other stages.
+        pipe_rank: The index of its stage ranks along the pipe.
         pipe_size: The number of stages that work at the same time; 1 without a pipeline.
-        stage: The axes within its stage, whose unit are the ranks that compute it together and whose world
-            are those of the same stage in all units; None without a pipeline.
+        stage: The axes within its stage. Its unit is the ranks that compute the stage together, and its world
+            the ranks of the same stage in all units. None without a pipeline.
     """
 
     unit: dist.ProcessGroup | None
@@ -68,14 +68,14 @@ class Axes:
 
     @property
     def within_stage(self) -> Axes:
-        """The axes of the ranks that compute the same operators: of the stage, or of the whole unit."""
+        """Return the axes of the ranks that compute the same operators: of the stage, or of the unit."""
         return self.stage or self
 
     @property
     def reading(self) -> range:
-        """The ranks that read parameters together: those of the unit, or alone in it those with other rows.
+        """The ranks that read parameters together: the unit, or without one the ranks with other rows.
 
-        Units do not compare with each other: one may compile for long while another trains.
+        Units do not compare reads with each other, because one may compile for long while another trains.
         """
         size = self.unit_size if self.unit_size > 1 else self.part_size
         first = (self.outer_rank * self.unit_size + self.unit_rank) // size * size
@@ -91,13 +91,13 @@ class Axes:
 
 
 def make_axes(*, rank: int, world_size: int, unit_size: int, part_size: int) -> Axes:
-    """The axes of a world. Collective the first time.
+    """Return the axes of a world. Collective the first time.
 
     Args:
         rank: This rank.
-        world_size: Number of ranks, a multiple of the next two's product.
-        unit_size: Ranks of a plan unit.
-        part_size: Units that shard parameters; 1 without ZeRO.
+        world_size: The number of ranks, a multiple of the next two's product.
+        unit_size: The number of ranks of a plan unit.
+        part_size: The number of units that shard parameters; 1 without ZeRO.
     """
     units = [range(start, start + unit_size) for start in range(0, world_size, unit_size)]
     outer = [range(place, world_size, unit_size) for place in range(unit_size)]
@@ -121,11 +121,12 @@ def make_axes(*, rank: int, world_size: int, unit_size: int, part_size: int) -> 
 
 
 def with_pipe(axes: Axes, pipe_size: int) -> Axes:
-    """The same axes with those of a pipeline within each unit. Collective the first time.
+    """Return the axes with a pipeline within each unit. Collective the first time.
 
     Args:
-        axes: This rank's.
-        pipe_size: Stages that work at the same time, two or more, which divide the unit's ranks.
+        axes: This rank's axes without a pipeline.
+        pipe_size: The number of stages that work at the same time, at least two, a divisor of the unit's
+            ranks.
     """
     if axes.pipe_size == pipe_size:
         return axes
@@ -155,7 +156,7 @@ def with_pipe(axes: Axes, pipe_size: int) -> Axes:
 
 
 def _control_group_of(rank: int, axis: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """A rank's group along an axis, whose collectives take CPU tensors."""
+    """Return a rank's group along an axis, whose collectives take CPU tensors."""
     return _group_of(rank, axis, backend=None if _takes_cpu_tensors() else "gloo")
 
 
@@ -166,7 +167,7 @@ def _takes_cpu_tensors() -> bool:
 def _group_of(
     rank: int, axis: Sequence[Sequence[int]], *, backend: str | None = None
 ) -> dist.ProcessGroup | None:
-    """The group among those of one axis that this rank is in."""
+    """Return the group along one axis that this rank is in."""
     ranks = tuple(tuple(group) for group in axis)
     own = next(group for group in ranks if rank in group)
     world = dist.group.WORLD
@@ -175,7 +176,7 @@ def _group_of(
     if len(ranks) == 1 and backend is None:
         return world
     if world not in _groups:
-        _groups.clear()  # of a world that was destroyed since
+        _groups.clear()  # their world was destroyed
     made = _groups.setdefault(world, {})
     if (ranks, backend) not in made:
         made[ranks, backend], _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]

@@ -1,8 +1,7 @@
-"""The compiler's engine behind the nnscaler strategies: lays a module out over units of ranks and runs it.
+"""The engine behind the nnscaler strategies: shards a module over units of ranks and runs it.
 
-It owns the order in which a module is laid out and put back, and what the core asks of an engine. What is
-compiled is `compilation`'s business, which program a call gets that of `programs`, where parts lie and what
-reduces them that of `runtime`.
+It orders the steps that shard a module and restore it, and answers the core's calls. `compilation` compiles,
+`programs` chooses the program of a call, and `runtime` stores and reduces the shards.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ from nnx_nnscaler.runtime.storage import Parameters
 T = TypeVar("T")
 
 _REMEDY = (
-    "Read and write weights and gradients on every rank, also where only one prints them, and with ZeRO call "
-    "the same layers; or use strategy 'nnscaler_dp', under which every rank has them whole."
+    "Read and write weights and gradients on every rank, even if only one rank prints them, and with ZeRO "
+    "call the same layers. Or use strategy 'nnscaler_dp', under which every rank holds all of them."
 )
 
 
 @contextmanager
 def _explaining_writes() -> Iterator[None]:
-    """Around a step: say how to write into a parameter of which a rank stores some rows."""
+    """Context manager around a step that explains a refused write to a parameter in rows."""
     try:
         yield
     except RuntimeError as error:
         if "_Rows is a view" not in str(error):
             raise
         raise UnsupportedError(
-            "a function changes a trained parameter in place as it computes gradients, such as "
-            "`torch.nn.functional.embedding(max_norm=)`, and each rank stores some rows of it.",
+            "a function changes a trained parameter in place while it computes gradients, such as "
+            "`torch.nn.functional.embedding(max_norm=)`, but each rank stores only some rows of it.",
             remedy="Change it on all ranks before the step, as in `on_train_batch_start`: "
             "`with torch.no_grad(): weight.renorm_(2.0, 0, max_norm)`.",
         ) from error
@@ -58,8 +57,8 @@ def _explaining_writes() -> Iterator[None]:
 class NnScalerBackend(PartsBackend[NnScalerOptions]):
     """Splits a model over the ranks of a plan unit, and replicates units over the outer axis.
 
-    The user's module and parameter objects stay. Where a rank stores a part, the object's data are that
-    part; whoever looks at it outside of the engine sees the whole.
+    The user's module and parameter objects stay. If a rank stores a shard, the object's data are the shard,
+    and user code sees the unsharded parameter.
     """
 
     Options = NnScalerOptions
@@ -75,7 +74,7 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
         self._order: CollectiveOrder
 
     def setup(self, context: ParallelContext) -> None:
-        """Make the groups of units and of the outer axis."""
+        """Make the process groups of units and of the outer axis."""
         super().setup(context)
         unit_size = self.options.unit_size(
             world_size=context.world_size, local_world_size=context.local_world_size
@@ -86,7 +85,7 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
                 remedy="Set plan_ngpus to 2 or more, or use torch.utils.checkpoint in the model.",
             )
         part_size = self.options.zero_size(units=context.world_size // unit_size)
-        self.options.pipe_shape(unit_size)  # refuses what does not fit
+        self.options.pipe_shape(unit_size)  # refuses sizes that do not fit
         self.axes = make_axes(
             rank=context.rank,
             world_size=context.world_size,
@@ -103,12 +102,12 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
     def share_before_setup(
         self, *, rank: int, world_size: int, local_world_size: int
     ) -> tuple[int, int] | None:
-        """Units are consecutive ranks, as many as the options say."""
+        """Give each unit one share of the data; units are consecutive ranks, by the options."""
         unit_size = self.options.unit_size(world_size=world_size, local_world_size=local_world_size)
         return rank // unit_size, world_size // unit_size
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Compile what a unit runs, and store each parameter as the plan says; no object is replaced."""
+        """Compile the unit's program, and store each parameter by its plan; no object is replaced."""
         if module not in self._laid_out:
             self._share_random_state()
             self._laid_out[module] = LaidOut(
@@ -125,14 +124,14 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
         return {}
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Choose owner ranks for optimizers that cannot step on parts, and make float32 masters if asked to.
+        """Choose owner ranks for optimizers that cannot step on shards, and make float32 masters on request.
 
         Raises:
-            UnsupportedError: The strategy was set up for inference only; or an optimizer calls collectives.
+            UnsupportedError: The strategy was set up for inference only, or an optimizer calls collectives.
         """
         if optimizers and self.options.config.inference_only:
             raise UnsupportedError(
-                "the strategy was set up with inference_only=True, and there is something to train.",
+                "the strategy was set up with inference_only=True, but an optimizer needs training.",
                 remedy="Leave `inference_only` out of compute_config, or call validate, test or predict.",
             )
         with local_mode():
@@ -145,7 +144,7 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
                 self._masters = Masters(p for group in groups for p in group["params"])
 
     def _cut_state(self, optimizer: Optimizer) -> None:
-        """Keep this rank's part of state that an optimizer made when built: it saw parameters whole."""
+        """Shard the state that an optimizer made at construction, when it saw unsharded parameters."""
         for parameter, entries in optimizer.state.items():
             parameters = self._parameters_with(parameter)
             if parameters is None:
@@ -160,7 +159,7 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
         laid_out = self._laid_out.pop(module, None)
         self._states.remove()
         if laid_out is not None:
-            self._order.forget()  # all ranks gather everything now
+            self._order.forget()  # from here all ranks gather the same
             laid_out.undo(self.at_end)
         self._masters = Masters(())
         return {}
@@ -181,21 +180,21 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
             return result
 
     def _share_random_state(self) -> None:
-        """Give the ranks of a unit its first rank's random state: what each draws alone must be the same."""
+        """Give the ranks of a unit its first rank's random state: they must draw the same numbers."""
         self._random_state_may_differ = False
         if self.axes.unit is not None:
             random_state.restore(self.axes.from_first(random_state.capture()))
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
-        """Keep gradients on this rank until the first backward outside of it."""
+        """Accumulate gradients on this rank until the first backward outside."""
         with ExitStack() as stack:
             for laid_out in self._of(module):
                 stack.enter_context(laid_out.no_sync())
             yield
 
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients. A rank whose loss uses no parameter takes part in reducing them, too."""
+        """Compute gradients. A rank whose loss uses no parameter also takes part in reducing them."""
         with self._order.reporting():
             with ExitStack() as stack:
                 for laid_out in self._of(module):
@@ -205,12 +204,12 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
             self._order.end()
 
     def grad_scaler(self, default: torch.amp.GradScaler) -> torch.amp.GradScaler | None:
-        """The core's, which a pipeline asks for the scale when it goes back before the loss is scaled."""
+        """Return the core's scaler; a pipeline reads its scale for a backward before the loss is scaled."""
         self._scaler = super().grad_scaler(default)
         return self._scaler
 
     def _loss_scale(self) -> float | None:
-        """Return the scale of the loss; None if nobody scales it."""
+        """Return the scale of the loss; None without a scaler."""
         return None if self._scaler is None else self._scaler.get_scale()
 
     def _of(self, module: nn.Module) -> list[LaidOut]:
@@ -219,7 +218,7 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
         return [self._laid_out[m] for m in modules if m in self._laid_out]
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
-        """Handles on the local gradients, each with the number of ranks that hold the same elements."""
+        """Return handles on the local gradients, each with the number of ranks that hold its elements."""
         for laid_out in self._laid_out.values():
             laid_out.parameters.flush()
         with local_mode():
@@ -231,7 +230,7 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
             ]
 
     def local(self) -> AbstractContextManager[Any]:
-        """Parameters are this rank's shards, without a word to other ranks."""
+        """Return a context in which parameters are this rank's shards, without communication."""
         return local_mode()
 
     def views(self, optimizer: Optimizer) -> list[View]:
@@ -240,11 +239,11 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
         return [*parameters, self._masters.of(optimizer)]
 
     def state_parts(self, module: nn.Module) -> StateParts:
-        """Optimizer state reads as unsharded."""
+        """Return a view of the optimizer state that reads as unsharded."""
         return _PartsOfState(self._parameters_with, self.state_refusal)
 
     def decisions(self, module: nn.Module) -> str:
-        """Where the plan stores the parameters that it cuts."""
+        """Return the placement of the sharded parameters, for comparison over the ranks."""
         laid_out = self._laid_out.get(module)
         programs = None if laid_out is None else laid_out.programs
         if programs is None:
@@ -254,21 +253,21 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
         return " ".join(f"{name} {homes.get(name, '')}{placement}" for name, placement in stored)
 
     def written(self, module: nn.Module) -> Mapping[str, int]:
-        """Checksums of user code's writes to sharded parameters."""
+        """Return checksums of user code's writes to sharded parameters."""
         laid_out = self._laid_out.get(module)
         return {} if laid_out is None else laid_out.parameters.take_written(module)
 
     def summary(self, module: nn.Module) -> str:
-        """The plan of a traced module; else the layout of its states."""
+        """Return the plan of a traced module; else the sharding of its states."""
         laid_out = self._laid_out.get(module)
         if laid_out is not None and laid_out.programs is not None:
             return laid_out.programs.summary
         if self.axes.part_size == 1:
             return "every rank holds the whole model"
-        return f"parameters, gradients and optimizer state in {self.axes.part_size} parts"
+        return f"parameters, gradients and optimizer state sharded over {self.axes.part_size} units"
 
     def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
-        """Where a tensor of this rank lies: its own part of a parameter, or of a state that is like one."""
+        """Return the shard of a tensor on this rank: of a parameter, or of state like it."""
         owner = tensor if parameter is None else parameter
         parameters = self._parameters_with(owner)
         if parameters is None or not isinstance(owner, nn.Parameter):
@@ -281,7 +280,7 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
             return parameters.shard(tensor, parameter=owner)
 
     def _parameters_with(self, tensor: Tensor) -> Parameters | None:
-        """The parameters of the module that a parameter belongs to; None for any other tensor."""
+        """Return the parameters of a parameter's module; None for any other tensor."""
         owners = (laid_out.parameters for laid_out in self._laid_out.values())
         return next((parameters for parameters in owners if parameters.knows(tensor)), None)
 
@@ -298,21 +297,21 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
         dtype: torch.dtype,
         group: Mapping[str, Any],
     ) -> Tensor:
-        """Allocate a state tensor for the part that this rank holds; in float32 for a float32 master."""
+        """Allocate a state tensor for this rank's shard; in float32 for a float32 master."""
         with local_mode():
             if parameter in self._masters.copies and dtype == parameter.dtype:
                 dtype = torch.float32
             return super().new_optimizer_state(parameter, name, shape=shape, dtype=dtype, group=group)
 
     def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Give half precision parameters what their masters were loaded with."""
+        """Copy loaded masters to the half precision parameters."""
         with local_mode():
             self._masters.publish()
         self._random_state_may_differ = True
 
 
 class _PartsOfState:
-    """How an optimizer's state looks whole to user code; `nnx_core.view.hidden_state.StateParts`."""
+    """Shows optimizer state as unsharded to user code; implements `nnx_core.view.hidden_state.StateParts`."""
 
     def __init__(
         self,

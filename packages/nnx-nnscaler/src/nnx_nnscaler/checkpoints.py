@@ -1,8 +1,8 @@
-"""nnScaler's checkpoints: directories of ``<rank>.pt``, as its Lightning strategy writes them; merged files.
+"""Read nnScaler's checkpoints: directories of ``<rank>.pt`` by its Lightning strategy, and merged files.
 
-Every rank's file says which part of which original tensor each of its tensors is; with ZeRO, also where it
-lies in the flat buckets that the optimizer works on. That is all it takes to index them (`_Shards`). This is
-written after nnScaler 0.8's source; no file that nnScaler itself wrote was at hand. Read only.
+Every rank's file names the slice of the original tensor behind each of its tensors. With ZeRO it also gives
+the position in the optimizer's flat buffers. `_Shards` indexes files by these facts. It follows nnScaler
+0.8's source: no file by nnScaler itself was available. Read only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OWN_CLASSES = ("nnscaler.", "cube.")
 
 
 class NnScaler(CheckpointFormat):
-    """A directory with a file for each rank, sharded or deduped, or the file that they were merged into."""
+    """A directory with a file for each rank, sharded or deduped, or the merged file."""
 
     name = "nnscaler"
 
@@ -72,7 +72,7 @@ def _open_merged(file: Path, weights_only: bool) -> ForeignCheckpoint:
     kind = loaded[_EXTRA]["state-dict-type"]
     if kind != "merged":
         raise CheckpointError(
-            f"'{file}' is one rank's part of a checkpoint of type '{kind}'.",
+            f"'{file}' is one rank's shard of a checkpoint of type '{kind}'.",
             remedy=f"Open its directory, '{file.parent}'.",
         )
     contents = Contents(file, NnScaler.name)
@@ -129,14 +129,14 @@ def _plan(loaded: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
 def _refuse_other_plans(config: Mapping[str, Any], directory: Path) -> None:
     if int(config["use_zero"]) > 1:
         raise CheckpointError(
-            f"'{directory}' was written with use_zero={config['use_zero']}, which splits the weights "
-            "themselves in a way that nnx does not know.",
+            f"'{directory}' was written with use_zero={config['use_zero']}, which splits the weights in a "
+            "layout that nnx does not know.",
             remedy="Merge it with nnScaler first (`NnScalerStrategy.merge_checkpoint`).",
         )
 
 
 def _writers(config: Mapping[str, Any]) -> tuple[int, int]:
-    """How many of the first ranks hold all of the model, and all of the optimizer's state."""
+    """Return how many of the first ranks hold the complete model and the complete optimizer state."""
     plan, world = int(config["plan_ngpus"]), int(config["runtime_ngpus"])
     return plan, world // int(config["zero_ngroups"]) if config["use_zero"] else plan
 
@@ -145,17 +145,17 @@ def _require_same_step(directory: Path, files: Mapping[int, Mapping[str, Any]]) 
     steps = {rank: loaded.get("global_step") for rank, loaded in files.items()}
     if len(set(steps.values())) > 1:
         raise CheckpointError(
-            f"the files of '{directory}' are of different steps, {steps} by rank: a save was interrupted.",
+            f"the files of '{directory}' are from different steps, {steps} by rank: a save was interrupted.",
             remedy="Restore the directory from a backup, or use another checkpoint.",
         )
 
 
 class _Shards:
-    """The parts that the ranks hold.
+    """The shards of the ranks.
 
     Args:
-        directory: The directory, named in messages.
-        files: The files that each rank saved, in order of rank.
+        directory: The directory, for messages.
+        files: The files of the ranks, in order of rank.
     """
 
     def __init__(self, directory: Path, files: Sequence[Mapping[str, Any]]) -> None:
@@ -168,7 +168,7 @@ class _Shards:
         self._stored_as = self._names()
 
     def _names(self) -> dict[str, str]:
-        """For each name of the original module, the one of its group of tied names that is stored."""
+        """Return the stored name in each name's group of tied names, by name in the original module."""
         first = self._plans[0]
         kept = set(first["origin_param_names"])
         stored = {name: name for name in (*first["origin_state_dict_names"], *first["origin_param_names"])}
@@ -184,7 +184,7 @@ class _Shards:
                 raise CheckpointError(
                     f"rank {rank} of '{self._directory}' holds one of {area['val_chunks']} summands "
                     f"of tensor '{area['orig_name']}'.",
-                    remedy="Values that are split into summands cannot be read; use another plan.",
+                    remedy="nnx cannot read values that are split into summands; use another plan.",
                 )
             bounds = [
                 slicer.indices(extent) for slicer, extent in zip(area["slicers"], area["shape"], strict=True)
@@ -200,7 +200,7 @@ class _Shards:
             for local, area, box in self._areas(rank):
                 value = self._models[rank].get(local)
                 if not isinstance(value, FileTensor):
-                    continue  # a buffer that is not saved
+                    continue  # this buffer is not saved
                 name = self._stored_as.get(area["orig_name"], area["orig_name"])
                 kinds[name] = area["shape"], str(value.dtype).removeprefix("torch.")
                 found.setdefault(name, []).extend(pieces_of_range(value, 0, box, 0, box.numel))
@@ -212,11 +212,11 @@ class _Shards:
                 contents.aliases[f"model.{name}"] = f"model.{stored}"
 
     def add_optimizer(self, contents: Contents) -> None:
-        """Add the optimizer, of which nnScaler has one with one param group."""
+        """Add the optimizer; nnScaler has one, with one param group."""
         state = self._optimizers[0]
         if len(state["param_groups"]) != 1:
             raise CheckpointError(
-                f"'{self._directory}' has several param groups, which nnScaler does not have."
+                f"'{self._directory}' has several param groups, which nnScaler does not write."
             )
         states = _States(contents, self._optimizers)
         for rank in range(self._planned):
@@ -230,14 +230,14 @@ class _Shards:
         contents.objects["optim"] = [{"groups": groups, "values": states.values}]
 
     def _places(self, rank: int, number: int, box: Box) -> list[_Place]:
-        """Where the optimizer's state for one parameter of a rank is."""
+        """Return the places of the optimizer state for one parameter of a rank."""
         plan = self._plans[rank]
         offset = self._optimizers[rank][_PLAN]["parallel_module_locs"][""]["offset"]
         if not self._config["use_zero"]:
             return [_Place(rank, offset + number, 0, 0, box.numel)]
         found = plan["model_idx2opt_idx"].get(number)
         if found is None:
-            return []  # it needs no gradient
+            return []  # the parameter requires no gradient
         if isinstance(found, int):
             return [_Place(rank, offset + found, 0, 0, box.numel)]
         bucket, first, last, _ = found
@@ -248,7 +248,7 @@ class _Shards:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where state is: elements [start, stop) of a part of a parameter, in a rank's state of some number."""
+    """A place of state: elements [start, stop) of a shard of a parameter, in a rank's state of one number."""
 
     rank: int
     number: int
@@ -258,7 +258,7 @@ class _Place:
 
 
 class _States:
-    """Optimizer state, collected part by part.
+    """Optimizer state, collected shard by shard.
 
     Attributes:
         values: The values that are no tensors, by parameter.
@@ -273,7 +273,7 @@ class _States:
         self._seen: set[tuple[str, Box]] = set()
 
     def collect(self, name: str, shape: Sequence[int], box: Box, places: Sequence[_Place]) -> None:
-        """Note where the state of one part of a parameter is; ranks that repeat a part are not asked."""
+        """Note the places of the state of one shard of a parameter, once if several ranks hold it."""
         if (name, box) in self._seen:
             return
         self._seen.add((name, box))

@@ -1,7 +1,7 @@
-"""Compile a module's programs from the strategy's options: trace, plan, and store.
+"""Compile a module's programs by the strategy's options: trace, plan, and store.
 
-Imported by `backend` only where there is something to plan: it brings the tracer, the planner and the
-code generator along, which data parallelism does not need.
+`backend` imports it only if there is something to plan, because it imports the tracer, the planner and the
+code generator, which data parallelism does not need.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from nnx_nnscaler.trace.forward import plain_parameters
 
 _MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 _SHARE_OF_DEVICE = 0.8
-"""Of a CUDA device's memory, what a plan may take unless told; the rest is for what is not planned."""
+"""The share of a CUDA device's memory for a plan, by default; unplanned tensors need the rest."""
 
 
 def make_programs(
@@ -63,22 +63,22 @@ def make_programs(
 ) -> tuple[Programs, Steps | None, Axes]:
     """Compile the first program of a module. Collective.
 
-    Where its forward cannot be traced the programs hold none, and every call runs whole. What its training
-    steps run, where that is more than the forward, is compiled when the first one does.
+    If its forward cannot be traced, there is no program, and every call falls back to eager. Programs of
+    training steps are compiled in the first step.
 
     Args:
-        module: The same on all ranks, and not in parts yet; it may be on its way to the device.
-        sample: Example inputs.
-        axes: This rank's groups.
-        context: This rank.
-        options: The strategy's.
-        local: The context that programs run in.
-        arrival: Brings the module to the device, which is done here only if it can be traced no other way.
-        loss_scale: Returns the factor of the loss, as `Runtime` describes it.
-        timeline: Measures what this rank does, where that is asked for.
+        module: The module, equal on all ranks and not sharded yet. It may still be on its way to the device.
+        sample: The example inputs.
+        axes: This rank's process groups.
+        context: The facts about this rank.
+        options: The options of the strategy.
+        local: The context around programs.
+        arrival: The transfer of the module to the device, which runs here only if a trace needs it.
+        loss_scale: A function that returns the factor of the loss, see `Runtime`.
+        timeline: The recorder of this rank's actions; None for no measurement.
 
     Returns:
-        The programs, those of steps, and the axes, with those of a pipeline if one was planned.
+        The programs, the programs of steps, and the axes, with those of a planned pipeline.
 
     Raises:
         PlanError: No plan fits, or the ranks' modules differ.
@@ -98,7 +98,7 @@ def make_programs(
         local=local,
         speaks=axes.unit_rank == 0,
     )
-    with _autocast(context), _saying_what_is_planned(module, root):
+    with _autocast(context), _naming_the_planned_module(module, root):
         compiled = programs.prepare(call, bring=arrival.finish)
     if compiled is not None and context.rank == 0:
         programs.summary = _summary(compiled, axes)
@@ -121,22 +121,22 @@ def _first_call(module: nn.Module, sample: Sample, context: ParallelContext) -> 
 
 
 @contextmanager
-def _saying_what_is_planned(module: nn.Module, root: nn.Module) -> Iterator[None]:
-    """Where no plan is found for a part of a module, say so."""
+def _naming_the_planned_module(module: nn.Module, root: nn.Module) -> Iterator[None]:
+    """Name the planned submodule in the error, if no plan is found for it."""
     try:
         yield
     except PlanError as error:
         if root is not module:
             name = next(name for name, part in module.named_modules() if part is root)
             error.add(
-                f"Planned is {name!r}, the part of {type(module).__name__} that its step calls first; to "
+                f"The plan covers {name!r}, which the step of {type(module).__name__} calls first. To "
                 "plan all of it, let the step call one module that calls the others."
             )
         raise
 
 
 def _costs(axes: Axes, context: ParallelContext, options: NnScalerOptions) -> CostModel:
-    """The figures that plans are made with. Collective."""
+    """Return the cost model. Collective."""
     communicator = GroupCommunicator(axes.unit)
     return CostModel(
         hardware=calibrated(communicator, context.device, group=control_group()),
@@ -162,7 +162,7 @@ def _steps(
     local: Callable[[], AbstractContextManager[Any]],
     timeline: Timeline | None,
 ) -> Steps | None:
-    """The programs of the module's training steps; None if it has no such method."""
+    """Return the programs of the module's training steps; None if it has no such method."""
     if not hasattr(type(module), "training_step"):
         return None
     root = TrainingStep(module, forwards)
@@ -187,7 +187,7 @@ def _steps(
             local=local,
             speaks=planned.axes.unit_rank == 0,
             layout=layout,
-            otherwise=f"training_step of {type(module).__name__} runs as it is, around its forward's stages",
+            otherwise=f"training_step of {type(module).__name__} falls back to eager, around its stages",
         )
     )
 
@@ -196,8 +196,8 @@ class _Planned:
     """The first plan's decisions for the following plans.
 
     Attributes:
-        axes: This rank's groups, to which those of a pipeline come when a plan has one.
-        pipeline: The stages, microbatches and schedule asked for; None where nobody asks for stages.
+        axes: This rank's groups, with those of the pipeline after a plan with one.
+        pipeline: The requested stages, microbatches and schedule; None for no stages.
     """
 
     def __init__(self, axes: Axes, options: NnScalerOptions) -> None:
@@ -206,9 +206,9 @@ class _Planned:
         self._is_settled = self.pipeline is not None and options.load_plan is None
 
     def take(self, plan: PipelinePlan) -> Axes:
-        """The axes with those of a pipeline. Collective the first time."""
+        """Return the axes with those of the pipeline. Collective the first time."""
         self.axes = with_pipe(self.axes, plan.arrangement.ranks)
-        if not self._is_settled:  # then the first plan says the schedule and the microbatches of all
+        if not self._is_settled:  # the first plan decides the schedule and the microbatches of all
             self._is_settled, inner = True, plan.stages[0].size
             self.pipeline = PipelineOptions(
                 plan.arrangement, plan.microbatches, inner=inner, schedule=plan.schedule
@@ -217,7 +217,7 @@ class _Planned:
 
 
 def _with_values(leaf: Any) -> Any:
-    """An argument that a step made of parameters without values: zeros of its shape."""
+    """Replace an argument that a step computed from parameters without values by zeros of its shape."""
     if not isinstance(leaf, FakeTensor):
         return leaf
     made = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
@@ -225,13 +225,13 @@ def _with_values(leaf: Any) -> Any:
 
 
 def _autocast(context: ParallelContext) -> AbstractContextManager[Any]:
-    """The autocast that steps will run in, because code may ask for it."""
+    """Return the autocast context of steps, because traced code may read it."""
     dtype = _MIXED.get(context.precision)
     return nullcontext() if dtype is None else torch.autocast(context.device.type, dtype=dtype)
 
 
 def _summary(compiled: Compiled, axes: Axes) -> str:
-    """The plan, and where its code is, as one clause."""
+    """Return the plan, and the path of its code, as one clause."""
     plan = compiled.plan
     if isinstance(plan, PipelinePlan):
         where = f"; the code is {compiled.path}" if compiled.path is not None else ""
@@ -242,7 +242,7 @@ def _summary(compiled: Compiled, axes: Axes) -> str:
     return (
         f"policy {plan.policy!r}{why}, {axes.outer_size} "
         f"plan {'unit' if axes.outer_size == 1 else 'units'} of {plan.size} ranks that read one batch, "
-        f"{parts} of {len(plan.stored)} parameters stored in parts{where}"
+        f"{parts} of {len(plan.stored)} parameters sharded{where}"
     )
 
 
@@ -279,7 +279,7 @@ def _compiler(
         reuse=options.reuse,
         fixed_batch=options.config.constant_folding,
         recompute=tuple(options.recompute or ()),
-        needs_first=policy in PIPELINES,  # which says what each rank stores
+        needs_first=policy in PIPELINES,  # its plan decides what each rank stores
         check=_check(options),
     )
 
@@ -323,7 +323,7 @@ def _pipeline(options: NnScalerOptions, axes: Axes) -> PipelineOptions:
 
 
 def _memory_limit(options: NnScalerOptions, device: torch.device) -> int | None:
-    """Bytes that a plan may take: as asked for, or what most of a CUDA device has."""
+    """Return the bytes that a plan may use: the option, or a share of a CUDA device's memory."""
     if options.memory_limit is not None:
         return int(options.memory_limit)
     if device.type != "cuda":
@@ -336,7 +336,7 @@ def _planner(
 ) -> Planner:
     """Return the planner: of one program for all ranks of a unit, or of a pipeline.
 
-    Names of submodules begin with a prefix in the graphs that are planned.
+    Names of submodules have a prefix in the planned graphs.
     """
     axes, policy = planned.axes, options.policy
     given: dict[str, Any] = {

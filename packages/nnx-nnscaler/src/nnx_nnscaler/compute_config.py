@@ -1,7 +1,7 @@
-"""nnScaler's `ComputeConfig`: the fields that describe what a model is compiled for.
+"""nnScaler's `ComputeConfig`: the target that a model is compiled for.
 
-Every field means something here, or is refused with the reason and what to do instead; none is ignored.
-`ComputeConfig.strategy_options` translates them into options of the strategies. Standard library only.
+Every field has an effect here, or is refused with the reason and the remedy; none is ignored.
+`ComputeConfig.strategy_options` translates them to options of the strategies. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PIPELINE_FIELDS = (
     "pipeline_nstages",
     "pipeline_scheduler",
 )
-"""Options of pipelines that have one name here and in ``pas_config``."""
+"""Options of pipelines with the same name here and in ``pas_config``."""
 _GIB = 1024**3
 
 
@@ -72,7 +72,7 @@ _TAKEN = (
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """The target of a compilation, in nnScaler's words.
+    """The target of a compilation, with nnScaler's field names.
 
     Example:
         >>> ComputeConfig(2, 4).plan_ngpus
@@ -86,45 +86,45 @@ class ComputeConfig:
         None, help="All ranks; a multiple of plan_ngpus. By default the world size.", types=(int,)
     )
     constant_folding: bool = option(
-        False, help="Compile for the traced batch size: any other gets a program of its own.", types=(bool,)
+        False, help="Compile for the traced batch size; any other size gets its own program.", types=(bool,)
     )
     trace_strategy: str = option(
         "cuda_run_cpu_offload",
-        help="Accepted, and all the same: tracing follows shapes and runs no operator.",
+        help="Accepted without effect: tracing follows shapes and runs no operator.",
         choices=TRACE_STRATEGIES,
     )
     use_zero: bool = option(
         False,
-        help="Store parameters, gradients and optimizer state in parts over the units.",
+        help="Shard parameters, gradients and optimizer state over the units.",
         types=(bool,),
     )
     zero_ngroups: int = option(
-        1, help="Store them in parts within each of that many groups of units only.", types=(int,)
+        1, help="Shard them within each of this number of groups of units only.", types=(int,)
     )
     zero_use_reduce_scatter: bool = option(
-        False, help="Accepted with use_zero, where gradients are always reduced so.", types=(bool,)
+        False, help="Accepted with use_zero, which always reduces gradients so.", types=(bool,)
     )
     inference_only: bool = option(
         False, help="Validate, test and predict only; fit is refused.", types=(bool,)
     )
     use_end2end: bool = option(
         False,
-        help="Accepted with policies that may make stages, whose steps are end to end anyhow.",
+        help="Accepted with policies that may make stages, whose steps are always end to end.",
         types=(bool,),
     )
     use_async_reducer: bool = option(
         False,
-        help="Accepted: gradients are always reduced while backward runs, with the same numbers.",
+        help="Accepted without effect: gradients are always reduced during backward, with the same numbers.",
         types=(bool,),
     )
     reducer_bucket_cap_mb: float | None = option(
-        None, help="Size of the buckets that gradients are reduced in; 25 by default.", types=(int, float)
+        None, help="Size of the buckets that reduce gradients, in MiB; 25 by default.", types=(int, float)
     )
     pas_config: Mapping[str, Any] = option(
         {}, help="Options of the policy; keys that begin with '_' are for your own policy.", types=(Mapping,)
     )
     user_config: Mapping[str, Any] = option(
-        {}, help="Whatever else changes the graph: part of the key of reuse.", types=(Mapping,)
+        {}, help="Other values that change the graph; the key of reuse contains them.", types=(Mapping,)
     )
 
     def __post_init__(self) -> None:
@@ -149,7 +149,7 @@ class ComputeConfig:
             )
 
     def strategy_options(self) -> dict[str, Any]:
-        """The options of `NnScalerOptions` that these fields and ``pas_config`` set.
+        """Return the options of `NnScalerOptions` that these fields and ``pas_config`` set.
 
         Example:
             >>> ComputeConfig(2, pas_config={"pipeline_pivots": "a,b"}).strategy_options()
@@ -177,15 +177,15 @@ class ComputeConfig:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields, as plain data."""
+        """Return all fields, as plain data."""
         return asdict(self)
 
 
 def compute_config_from(value: object) -> ComputeConfig:
-    """A `ComputeConfig`, out of one, a mapping with its fields, or None.
+    """Return a `ComputeConfig` from one, from a mapping with its fields, or from None.
 
     Raises:
-        OptionError: It is something else, or names a field that there is not.
+        OptionError: The value is of another type, or names an unknown field.
 
     Example:
         >>> compute_config_from({"plan_ngpus": 2}).plan_ngpus
@@ -211,7 +211,7 @@ def check_zero_groups(zero_ngroups: int | None, use_zero: bool | None) -> None:
     """Refuse groups of ZeRO without ZeRO.
 
     Raises:
-        OptionError: There are several groups.
+        OptionError: The options ask for several groups.
     """
     if zero_ngroups not in (None, 1) and not use_zero:
         raise OptionError(

@@ -1,6 +1,6 @@
-"""One module on this rank: its programs and its stored parameters.
+"""Store the parameters of one module, and run its programs.
 
-Its parameters are stored as planned, and its forward is replaced by programs.
+`LaidOut` stores them by the plan, and replaces the forward by programs.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ def _bucket_bytes(megabytes: float | None) -> int:
 
 
 class LaidOut:
-    """A module that is laid out. Making it does so, in place. Collective.
+    """A sharded module. Construction shards it, in place. Collective.
 
     Args:
         module: The user's module.
-        sample: Example inputs; asked for only where units have more than one rank.
-        axes: This rank's groups.
-        context: This rank.
-        options: The strategy's.
-        order: Notices what only some ranks read.
-        loss_scale: Returns the factor of the loss, as `Runtime` describes it.
+        sample: The example inputs, needed only if units have more than one rank.
+        axes: This rank's process groups.
+        context: The facts about this rank.
+        options: The options of the strategy.
+        order: The check for reads that only some ranks make.
+        loss_scale: A function that returns the factor of the loss, see `Runtime`.
 
     Attributes:
-        parameters: The parameters as they are stored.
-        programs: The programs that run in place of the forward; None where every rank runs the module's own.
-        steps: The programs that run in place of training steps; None where these are run as they are.
-        timeline: Measures a few steps, where that is asked for.
+        parameters: The stored parameters.
+        programs: The programs in place of the forward; None if every rank runs the module's own.
+        steps: The programs in place of training steps; None if these run in eager mode.
+        timeline: The recorder of a few steps; None for no measurement.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class LaidOut:
         self.steps: Steps | None = None
         self.timeline: Timeline | None = None
         arrival = Arrival(module, context.device)
-        if arrival.is_there or options.verify:  # a check needs values
+        if arrival.is_there or options.verify:  # the check needs values
             arrival.finish()
         stored: dict[str, Placement] = {}
         synchronized: frozenset[str] = frozenset()
         homes: dict[str, int] | None = None
         if axes.unit_size > 1:
-            from nnx_nnscaler.compilation import make_programs  # without units nothing is traced
+            from nnx_nnscaler.compilation import make_programs  # only for units
             from nnx_nnscaler.pipeline.picture import Timeline
 
             if options.timeline_file is not None:
@@ -106,7 +106,7 @@ class LaidOut:
             arrival=arrival,
             homes=homes,
         )
-        arrival.finish()  # what has no parameters
+        arrival.finish()  # brings submodules without parameters
         for programs in (self.programs, self.steps.programs if self.steps is not None else None):
             if programs is not None:
                 weights = _Weights(programs.root, self.parameters.unit_local)
@@ -114,10 +114,10 @@ class LaidOut:
         self._statistics = StatisticsOverUnits(module, axes)
 
     def undo(self, at_end: Callable[..., Tensor]) -> None:
-        """Give the module its own forward back, and what this rank keeps of its parameters. Collective.
+        """Restore the module's own forward, and the parameters that this rank keeps. Collective.
 
         Args:
-            at_end: `Backend.at_end`.
+            at_end: `Backend.at_end`, which decides what this rank keeps.
         """
         self._statistics.undo()
         if self.programs is not None:
@@ -137,9 +137,9 @@ class LaidOut:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run one step, and free the tensors gathered for it.
+        """Context manager that runs one step and then frees the tensors gathered for it.
 
-        A backward that failed before, and whose error somebody caught, is ended first.
+        It first ends a backward that failed earlier, if somebody caught its error.
         """
         if current_backward() == NO_BACKWARD:
             self.parameters.reducer.recover()
@@ -150,7 +150,7 @@ class LaidOut:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients on this rank, in a context."""
+        """Context manager that accumulates gradients on this rank."""
         reducer = self.parameters.reducer
         before, reducer.synchronize = reducer.synchronize, False
         try:
@@ -160,7 +160,7 @@ class LaidOut:
 
 
 class _Weights(Mapping[str, Tensor]):
-    """This rank's part of every parameter, and every buffer, by name; looked up at each use."""
+    """This rank's shard of every parameter, and every buffer, by name; looked up at each use."""
 
     def __init__(self, root: nn.Module, unit_local: Callable[[Tensor], Tensor]) -> None:
         self._unit_local = unit_local

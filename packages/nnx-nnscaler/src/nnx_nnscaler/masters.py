@@ -13,22 +13,22 @@ from nnx_core._torch_compat import foreach_copy_
 from nnx_nnscaler.runtime.buckets import assign_buckets, views_like
 
 _GROUP_BYTES = 8 << 20
-"""Parameters that are served together: enough to hide launches, few enough to hold temporary copies of."""
+"""Bytes of parameters that are copied together: enough to hide launches, few enough for temporary copies."""
 
 
 class Masters:
     """Float32 copies of half precision parameters, which an optimizer steps in their place.
 
-    Updates that are small next to the weights would be rounded away otherwise. Parameter objects stay: for
-    the time of a step their data are the copies. A weight that was changed since by anything but a step, an
-    averaging callback say, is taken over.
+    Otherwise rounding would lose updates that are small next to the weights. Parameter objects stay: during a
+    step their data are the copies. A write to a weight outside of a step, such as by an averaging callback,
+    is copied to the master first.
 
     Args:
-        parameters: The parameters, of any dtype; those that are not float16 or bfloat16 are left alone.
+        parameters: The parameters, of any dtype; only float16 and bfloat16 ones get copies.
 
     Attributes:
         copies: The copy of each parameter.
-        lent: The data and the gradient of each parameter that is its copy now.
+        lent: The data and the gradient of each parameter that stands for its copy now.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -41,12 +41,12 @@ class Masters:
         self.lent: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
 
     def of(self, optimizer: Optimizer) -> LentMasters:
-        """Return the parameters of an optimizer as its step and its closure see them."""
+        """Return the parameters of an optimizer for its step and its closure."""
         return LentMasters(self, optimizer)
 
     @torch.no_grad()
     def lend(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Make parameters their copies, gradients included."""
+        """Set the data and gradients of parameters to those of their copies."""
         wanted = set(parameters)
         for group in self._groups:
             lent = [parameter for parameter in group.copies if parameter in wanted]
@@ -61,7 +61,7 @@ class Masters:
 
     @torch.no_grad()
     def take_back(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Restore parameters that were lent, with the values of their copies."""
+        """Restore lent parameters, with the values of their copies."""
         wanted = set(parameters)
         for group in self._groups:
             lent = [parameter for parameter in group.copies if parameter in wanted]
@@ -74,7 +74,7 @@ class Masters:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Give the parameters the values of their copies, after these were loaded."""
+        """Copy masters to the parameters, after the masters were loaded."""
         for group in self._groups:
             group.publish(list(group.copies))
 
@@ -83,7 +83,7 @@ class LentMasters:
     """The half precision parameters of one optimizer, in whose place it steps the float32 copies.
 
     Args:
-        masters: Holds the copies.
+        masters: The copies.
         optimizer: The optimizer.
     """
 
@@ -92,7 +92,7 @@ class LentMasters:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Make the parameters their float32 copies, gradients included."""
+        """Context manager in which the parameters are their float32 copies, gradients included."""
         groups = self._optimizer.param_groups
         parameters = [p for group in groups for p in group["params"] if p in self._masters.copies]
         self._masters.lend(parameters)
@@ -125,20 +125,20 @@ class _Group:
         self.copies = dict(zip(parameters, views.values(), strict=True))
 
     def take_over(self) -> None:
-        """Take writes to parameters, by anything but a step, over into their copies."""
+        """Copy writes to parameters outside of a step to the masters."""
         halves = _flat(list(self.copies))
         unchanged = self._copies.to(halves.dtype) == halves
         torch.where(unchanged, self._copies, halves.float(), out=self._copies)
 
     def publish(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Give some of the parameters the values of their copies."""
+        """Copy the masters of some parameters to the parameters."""
         halves = [parameter.data for parameter in parameters]
         if halves:
             foreach_copy_(halves, [self.copies[parameter] for parameter in parameters])
 
 
 def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The elements of parameters of one dtype and device, one after the other; not to be written to."""
+    """Return the elements of parameters of one dtype and device in a row; read only."""
     data = [parameter.data for parameter in parameters]
     if len(data) == 1 and data[0].is_contiguous():
         return data[0].view(-1)
@@ -148,7 +148,7 @@ def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def _in_float32(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Float32 copies of gradients; those that are dense are copied together."""
+    """Return float32 copies of gradients; dense ones are copied together."""
     dense = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
     made = [torch.empty_like(gradient, dtype=torch.float32) for gradient in dense]
     if dense:

@@ -1,4 +1,4 @@
-"""Options of the nnscaler strategies. Standard library only, so that `nnx show` need not import torch."""
+"""Options of the nnscaler strategies. Only the standard library, so that `nnx show` does not import torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SCHEDULES = {
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
-"""Schedules of pipelines, and what torch calls them."""
+"""Schedules of pipelines, with torch's names."""
 V_SHAPED = ("zbv", "dualpipev")
-"""Schedules in which the first rank has the first and the last of two stages for each rank."""
+"""Schedules with two stages on each rank; the first rank has the first and the last stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +33,16 @@ class NnScalerOptions:
 
     compute_config: ComputeConfig | Mapping[str, Any] | None = option(
         None,
-        help="nnx_nnscaler.ComputeConfig, or a dict of its fields: how the original takes sizes and ZeRO.",
+        help="nnx_nnscaler.ComputeConfig, or a dict of its fields: nnScaler's own way to set sizes and ZeRO.",
     )
     policy: str | Callable[..., Any] = option(
         "autodist",
-        help="How operators are split within a unit: 'autodist' lets a cost model choose, also stages, 'tp' "
-        "splits layers, 'data' splits the batch, 'dp' splits nothing, 'zero' is 'dp' with use_zero, 'pp' "
-        "cuts the model into stages, 'hybrid' also splits their operators; or a function that narrows what "
-        "may be chosen.",
+        help="Split of operators within a unit: 'autodist' lets a cost model choose, also stages; 'tp' "
+        "splits layers; 'data' splits the batch; 'dp' splits nothing; 'zero' is 'dp' with use_zero; 'pp' "
+        "cuts the model into stages; 'hybrid' also splits their operators. A function narrows the strategies "
+        "to choose from.",
     )
-    pas_policy: str | Callable[..., Any] | None = option(None, help="The original's name of `policy`.")
+    pas_policy: str | Callable[..., Any] | None = option(None, help="nnScaler's own name of `policy`.")
     plan_ngpus: int | None = option(
         None,
         help="Ranks of one plan unit, which work on one batch together; units are replicated. By default 1 "
@@ -51,21 +51,20 @@ class NnScalerOptions:
     )
     use_zero: bool | None = option(
         None,
-        help="Store parameters, gradients and optimizer state in parts over the units: less memory for more "
+        help="Shard parameters, gradients and optimizer state over the units: less memory for more "
         "communication. By default only with policy 'zero'.",
         types=(bool,),
     )
     zero_ngroups: int | None = option(
         None,
-        help="Store them in parts within each of that many groups of units only: more memory for less "
+        help="Shard them within each of this number of groups of units only: more memory for less "
         "communication between groups.",
         types=(int,),
     )
     pp_size: int | None = option(
         None,
         help="Ranks of a unit that work on different stages at the same time. By default all with policy "
-        "'pp', and with 'hybrid' 2, or the least number that divides them. With 'autodist' 1 means that no "
-        "stages are chosen.",
+        "'pp'; with 'hybrid' 2, or the smallest divisor of the ranks. With 'autodist', 1 excludes stages.",
         types=(int,),
     )
     pipeline_nstages: int | None = option(
@@ -76,40 +75,38 @@ class NnScalerOptions:
     )
     pipeline_nmicros: int | None = option(
         None,
-        help="Microbatches that a batch is cut into, at least pp_size; it has to divide the batch. A smaller "
-        "batch is cut into fewer. By default four for each rank along the pipe, and more if only then a plan "
-        "fits into the memory.",
+        help="Microbatches of a batch, at least pp_size and a divisor of the batch. A smaller batch becomes "
+        "fewer. By default four for each rank along the pipe, and more if only then a plan fits into the "
+        "memory.",
         types=(int,),
     )
     pipeline_scheduler: str | None = option(
         None,
-        help="The order in which a rank works on stages and microbatches: 'gpipe', which is the default and "
-        "goes forward with a whole batch before it goes back, or another: `training_step` is traced for it.",
+        help="Order of stages and microbatches on a rank. 'gpipe', the default, runs the complete batch "
+        "forward before backward. For the other schedules, `training_step` is traced.",
         choices=(*SCHEDULES, None),
     )
     stage_cuts: Sequence[str] | str | None = option(
         None,
         help="Names of the submodules that the second and later stages begin with, such as 'blocks.6'. By "
-        "default the longest stage is made as short as can be within the memory.",
+        "default the longest stage becomes as short as the memory allows.",
     )
     timeline_file: str | None = option(
         None,
-        help="Measure what each rank does in steps 4 to 6 of training, and write it to this file: one trace "
-        "for chrome://tracing, Perfetto and nnx_nnscaler.pipeline.picture.",
+        help="Measure the actions of each rank in training steps 4 to 6, and write them to this file: one "
+        "trace for chrome://tracing, Perfetto and nnx_nnscaler.pipeline.picture.",
         types=(str,),
     )
-    gen_savedir: str = option(
-        "./.nnscaler", help="Where plans and the generated code are kept.", types=(str,)
-    )
+    gen_savedir: str = option("./.nnscaler", help="Directory of plans and the generated code.", types=(str,))
     reuse: str = option(
         "match",
-        help="'match' takes what gen_savedir holds for the same model, shapes, policy, versions and machine; "
-        "'override' compiles anew; 'moo' takes what matches and replaces what is broken; 'graph' keeps the "
-        "graph and plans anew.",
+        help="'match' reuses code in gen_savedir for the same model, shapes, policy, versions and machine; "
+        "'override' compiles again; 'moo' reuses matching code and replaces broken files; 'graph' reuses the "
+        "graph and plans again.",
         choices=("match", "override", "moo", "graph"),
     )
     instance_name: str | None = option(
-        None, help="Tells instances of one class apart in gen_savedir.", types=(str,)
+        None, help="Name that tells instances of one class apart in gen_savedir.", types=(str,)
     )
     memory_limit: int | float | None = option(
         None,
@@ -119,41 +116,41 @@ class NnScalerOptions:
     )
     recompute: Iterable[str] | None = option(
         None,
-        help="Patterns of submodule names, such as 'blocks.*', whose activations are recomputed in backward.",
+        help="Patterns of submodule names, such as 'blocks.*', whose activations backward recomputes.",
     )
     fp32_masters: bool = option(
         False,
-        help="With precision '16-true' or 'bf16-true', step float32 copies of the parameters, so that small "
-        "updates are not rounded away: 4 more bytes for each parameter of a rank.",
+        help="With precision '16-true' or 'bf16-true', step float32 copies of the parameters, which keep "
+        "small updates: 4 more bytes for each parameter of a rank.",
         types=(bool,),
     )
     constraints: Mapping[str, str] | None = option(
         None,
-        help="What must be chosen: pattern of a submodule's or parameter's name to a strategy's name.",
+        help="Required strategies: pattern of a submodule's or parameter's name to a strategy's name.",
         types=(Mapping,),
     )
-    load_plan: str | None = option(None, help="Run the plan in this file; nothing is planned.", types=(str,))
+    load_plan: str | None = option(None, help="Run the plan in this file, without planning.", types=(str,))
     save_plan: str | None = option(None, help="Write the plan to this file as well.", types=(str,))
     verify: bool | None = option(
         None,
-        help="Compare the first program, when it is compiled, with the module's own forward and backward on "
-        "the traced inputs; on CPU, without autocast or half precision, where nothing runs whole. It takes a "
-        "step's time and a copy of the model for each rank of a unit. By default small models are compared, "
-        "and run whole if they differ, but not in stages; with True any model is, and a difference is an "
+        help="Compare the first program with the module's eager forward and backward on the traced inputs. "
+        "It needs a CPU run without autocast, half precision or fallbacks to eager. It takes the time of a "
+        "step, and a copy of the model for each rank of a unit. By default nnx compares small models without "
+        "stages, and falls back to eager if they differ. True compares any model, and a difference is an "
         "error.",
         types=(bool,),
     )
 
     def __post_init__(self) -> None:
         for name, value in self._normalized().items():
-            object.__setattr__(self, name, value)  # the one place: a frozen dataclass keeps what it was given
+            object.__setattr__(self, name, value)  # only here: a frozen dataclass refuses plain assignment
         check_options(self)
         self._check_policy()
         self._check_numbers()
         self._check_pipeline()
 
     def _normalized(self) -> dict[str, Any]:
-        """The fields whose values were given in other words, in the words of this class.
+        """Return the fields whose values were given in other forms, in the normalized form.
 
         Raises:
             OptionError: `compute_config` contradicts an option.
@@ -199,7 +196,7 @@ class NnScalerOptions:
             if self.config.use_end2end and self.policy != "autodist":
                 raise OptionError(
                     f"use_end2end=True with policy={self.policy!r}, which has no stages.",
-                    remedy="Leave it out: forward may return anything; the loss is computed as you wrote it.",
+                    remedy="Leave it out: forward may return anything, and the loss stays in your code.",
                 )
             chooses = self.policy == "autodist"
             why = "which chooses stages itself" if chooses else "which has no stages"
@@ -215,21 +212,21 @@ class NnScalerOptions:
             value = getattr(self, name)
             if self.load_plan is not None and value is not None:
                 raise OptionError(
-                    f"{name}={value!r} with load_plan={self.load_plan!r}, which says it.",
+                    f"{name}={value!r} with load_plan={self.load_plan!r}, which decides it already.",
                     remedy="Leave one of them out.",
                 )
         stages, cuts = self.pipeline_nstages, self.stage_cuts
         if stages is not None and cuts is not None and len(cuts) != stages - 1:
             raise OptionError(
-                f"stage_cuts names {len(cuts)} submodules, and {stages} stages need {stages - 1}.",
+                f"stage_cuts names {len(cuts)} submodules, but {stages} stages need {stages - 1}.",
                 remedy="Name the first submodule of each stage but the first.",
             )
 
     def pipe_shape(self, unit_size: int) -> tuple[int, int]:
-        """The ranks along the pipe and the stages, in a unit of some ranks; (1, 1) without a pipeline.
+        """Return the ranks along the pipe and the stages, in a unit of some ranks; (1, 1) without a pipeline.
 
         Raises:
-            OptionError: They do not fit each other.
+            OptionError: The numbers do not fit together.
 
         Example:
             >>> NnScalerOptions(policy="hybrid").pipe_shape(8)
@@ -249,14 +246,14 @@ class NnScalerOptions:
         stages = self.pipeline_nstages or chosen
         if stages % ranks:
             raise OptionError(
-                f"{stages} stages cannot be dealt out to {ranks} ranks evenly.",
+                f"{stages} stages cannot be distributed evenly over {ranks} ranks.",
                 remedy=f"Set pipeline_nstages, or stage_cuts, to a multiple of {ranks}.",
             )
         self._check_schedule(stages // ranks)
         if self.pipeline_nmicros is not None and self.pipeline_nmicros < ranks:
             raise OptionError(
-                f"pipeline_nmicros={self.pipeline_nmicros} is less than the {ranks} ranks along the pipe, of "
-                "which some would never have work.",
+                f"pipeline_nmicros={self.pipeline_nmicros} is less than the {ranks} ranks along the pipe, so "
+                "some ranks would never have work.",
                 remedy=f"Set it to {ranks} or more, or leave it out.",
             )
         return ranks, stages
@@ -267,13 +264,13 @@ class NnScalerOptions:
         return self.pipeline_scheduler or "gpipe"
 
     def _check_schedule(self, each: int) -> None:
-        """Refuse a number of stages for each rank that the schedule has no order for."""
+        """Refuse a number of stages for each rank that the schedule cannot order."""
         schedule = self.schedule
         wanted = "1" if schedule == "1f1b" else "2" if schedule in V_SHAPED else "2 or more"
         fits = {"1": each == 1, "2": each == 2, "2 or more": each > 1}[wanted]
         if schedule not in ("gpipe", "zero_bubble") and not fits:
             raise OptionError(
-                f"pipeline_scheduler={schedule!r} with {each} stages for each rank, and it takes {wanted}.",
+                f"pipeline_scheduler={schedule!r} with {each} stages for each rank, but it needs {wanted}.",
                 remedy="Change pipeline_nstages, or use '1f1b' for one stage each, 'interleaved' for more.",
             )
         if self.recompute and schedule in ("zero_bubble", *V_SHAPED):
@@ -289,10 +286,10 @@ class NnScalerOptions:
         return self.compute_config
 
     def unit_size(self, *, world_size: int, local_world_size: int) -> int:
-        """Ranks of a plan unit in this world.
+        """Return the number of ranks of a plan unit in this world.
 
         Raises:
-            OptionError: The sizes asked for do not fit the world.
+            OptionError: The requested sizes do not fit the world.
 
         Example:
             >>> NnScalerOptions(policy="tp").unit_size(world_size=16, local_world_size=8)
@@ -332,6 +329,6 @@ class NnScalerOptions:
         return units // groups
 
     def with_world(self, world_size: int) -> NnScalerOptions:
-        """These options with `runtime_ngpus` filled in, as keys and plans record them."""
+        """Return these options with `runtime_ngpus` set, as keys and plans record them."""
         config = replace(self.config, runtime_ngpus=world_size)
         return replace(self, compute_config=config)

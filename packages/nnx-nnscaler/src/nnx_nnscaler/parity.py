@@ -1,7 +1,7 @@
-"""Compare a program with the module that it was made from: outputs and every gradient, rank by rank.
+"""Compare a program with the module that it was compiled from: outputs and every gradient, rank by rank.
 
-The ranks are threads of this process, so any number of them can be tried anywhere. Each gets a random
-state of its own that starts like that of one process, as ranks of a unit do.
+The ranks are threads of this process, so any number of them runs anywhere. Each has its own random state,
+which starts equal on all of them, as on the ranks of a unit.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """How far a program is from the module.
+    """The differences of a program from the module.
 
     Attributes:
-        output: Worst difference of an output, relative to the largest value in it.
-        gradient: Worst difference of a gradient, relative to the largest value in it.
-        buffer: Worst difference of a buffer afterwards.
-        worst: The place of the largest of these: ``"output 0"``, or the name of a parameter or buffer.
+        output: The largest difference of an output, relative to the output's largest value.
+        gradient: The largest difference of a gradient, relative to the gradient's largest value.
+        buffer: The largest difference of a buffer afterwards.
+        worst: The place of the largest difference: ``"output 0"``, or the name of a parameter or buffer.
         source: The program.
-        plan: Its plan.
+        plan: The plan of the program.
     """
 
     output: float
@@ -73,16 +73,16 @@ def check_parity(
     """Trace a module, plan and emit it for a unit, run it in threads, and compare with the module itself.
 
     Args:
-        module: Left as it is.
-        args: Sample inputs for the trace.
-        kwargs: Likewise, by name.
-        size: Ranks of the unit.
-        plan: The plan or what makes it; by default that of `policy`.
-        policy: Name of a policy; every rank does everything where neither is given.
+        module: The module, which does not change.
+        args: The sample inputs for the trace.
+        kwargs: The sample inputs by name.
+        size: The number of ranks of the unit.
+        plan: The plan, or a function that makes it; by default the plan of `policy`.
+        policy: The name of a policy; without plan and policy every rank replicates everything.
         dtype: The dtype that floating point parameters, buffers and inputs are converted to.
         seed: The seed of the random numbers.
-        call: Inputs of the run, if others than the sample.
-        recompute: Patterns of submodules that are recomputed in the backward pass.
+        call: The inputs of the run, if they differ from the sample.
+        recompute: Patterns of submodules that backward recomputes.
     """
     from nnx_nnscaler.trace import trace_forward
 
@@ -140,12 +140,12 @@ def run_ranks(
     *,
     seed: int = 0,
 ) -> list[Run]:
-    """Run a program on every rank of a unit, each with a copy of the module; backward too with gradients."""
+    """Run a program on every rank of a unit, each with its own copy of the module; backward on request."""
     program = load_program(source) if isinstance(source, str) else source
     alone, gradients = threading.Lock(), torch.is_grad_enabled()
 
     def run(unit: Communicator) -> Run:
-        with torch.set_grad_enabled(gradients):  # a new thread records them in any case
+        with torch.set_grad_enabled(gradients):  # a new thread starts with gradients enabled
             return _run_program(program, graph, plan, copy.deepcopy(module), call, seed, unit, alone)
 
     return run_as_ranks(plan.size, run)
@@ -183,7 +183,7 @@ def _run_program(
     unit: Communicator,
     alone: threading.Lock,
 ) -> Run:
-    unit.drawn = _draw  # type: ignore[method-assign] # this thread has a random state of its own
+    unit.drawn = _draw  # type: ignore[method-assign] # this thread has its own random state
     runtime = _runtime(unit)
     owners = dict(module.named_parameters(remove_duplicate=False))
     weights: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
@@ -202,7 +202,7 @@ def _run_program(
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:
-    """A gradient whose elements can be compared: a sparse one is made dense."""
+    """Return a gradient whose elements can be compared: a sparse one becomes dense."""
     gradient = parameter.grad
     return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
 
@@ -223,12 +223,12 @@ def _part(runtime: Conversions, parameter: Tensor, stored: Placement) -> nn.Para
 
 
 def precise(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """With float64, a context in which code that asks for float32 computes in float64 as well."""
+    """Return a context in which code that asks for float32 computes in float64, if `dtype` is float64."""
     return _Precise() if dtype == torch.float64 else nullcontext()
 
 
 class _Precise(TorchFunctionMode):
-    """Lets code that asks for float32 compute in float64, so that its rounding hides nothing."""
+    """Lets code that asks for float32 compute in float64, so that rounding hides no difference."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -241,11 +241,11 @@ class _Precise(TorchFunctionMode):
 
 
 class _RankRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Random operators of one thread draw from a state of its own, as if it were a process.
+    """Random operators of one thread draw from the thread's own state, as if it were a process.
 
     Args:
         seed: The seed of the state.
-        alone: Held while the process' generator stands in for the thread's.
+        alone: A lock for the time in which the process's generator has the thread's state.
     """
 
     def __init__(self, seed: int, alone: threading.Lock) -> None:
@@ -286,7 +286,7 @@ def _tensors(outputs: Any) -> list[Tensor]:
 
 
 def _backward(outputs: Sequence[Tensor]) -> None:
-    """Backward from a weighted sum of all outputs, with weights that tell their elements apart."""
+    """Run backward from a weighted sum of all outputs, with different weights for all elements."""
     losses = [
         (output * torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype).view_as(output)).sum()
         for output in outputs
@@ -333,7 +333,7 @@ def _gradients_differ(expected: Run, found: list[Run], plan: AnyPlan) -> Iterato
 
 
 def _gradient_of(name: str, runs: list[Run], rank: int, plan: AnyPlan) -> Tensor | None:
-    """The whole gradient of a parameter as the backend would see it on one rank."""
+    """Return the unsharded gradient of a parameter as the backend would compute it on one rank."""
     parts = [run.parts.get(name) for run in runs]
     stored = plan.stored.get(name, R)
     gradient = parts[rank]
@@ -341,7 +341,7 @@ def _gradient_of(name: str, runs: list[Run], rank: int, plan: AnyPlan) -> Tensor
         gradient = torch.stack([part for part in parts if part is not None]).sum(dim=0)
     elif gradient is not None and stored.is_shard:
         gradient = join_parts([part for part in parts if part is not None], stored)
-    elsewhere = runs[rank].gradients[name]  # by submodules that ran whole
+    elsewhere = runs[rank].gradients[name]  # from submodules in eager mode
     if gradient is None or elsewhere is None:
         return elsewhere if gradient is None else gradient
     return gradient + elsewhere

@@ -1,7 +1,7 @@
-"""Plans as documents: saved, loaded, checked against what they are used for, compared, and explained.
+"""Save plans as documents, load, check, compare and explain them.
 
-JSON, versioned. A document stands alone: what it says of operators (source lines, costs, alternatives) is in
-it.
+A document is versioned JSON. It is self-contained: it holds all facts about operators that it explains
+(source lines, costs, alternatives).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _FORMAT = PlanFormat("nnx-nnscaler", 1, "`Plan.save`")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A plan, for whom it is, and why it is so.
+    """A plan, its target, and its reasons.
 
     Attributes:
         program: The plan inside a unit.
         units: The number of units that share the work.
-        zero: True if they shard parameters, gradients and optimizer state.
-        graph: Fingerprint of the graph that it is for.
-        hardware: Name of the figures that predictions rest on.
-        rows: The rows, which say what each operator costs.
+        zero: True if the units shard parameters, gradients and optimizer state.
+        graph: The fingerprint of its graph.
+        hardware: The name of the figures behind the predictions.
+        rows: The rows with the cost of each operator.
     """
 
     program: AnyPlan
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return self.program.size * self.units
 
     @classmethod
@@ -67,14 +67,14 @@ class Plan:
         zero: bool = False,
         strategies_of: StrategiesOf | None = None,
     ) -> Plan:
-        """The document of a plan.
+        """Return the document of a plan.
 
         Args:
-            graph: The graph that was planned.
+            graph: The planned graph.
             program: The plan.
-            costs: The cost model that it was made with.
+            costs: The cost model of the plan.
             units: The number of units that share the work.
-            zero: True if they shard parameters.
+            zero: True if the units shard parameters.
             strategies_of: The source of the alternatives in explanations.
         """
         costs = costs or CostModel()
@@ -100,7 +100,7 @@ class Plan:
         """Write the document.
 
         Raises:
-            PlanError: It cannot be written.
+            PlanError: The file cannot be written.
         """
         body = {
             **_FORMAT.head,
@@ -115,10 +115,10 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read the document that `save` wrote.
+        """Read a document by `save`.
 
         Raises:
-            PlanError: There is none, or it cannot be understood.
+            PlanError: The file is missing or damaged.
         """
         body = _FORMAT.load(path)
         try:
@@ -133,20 +133,20 @@ class Plan:
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"the plan {str(path)!r} is damaged: {type(error).__name__}: {error}.",
-                remedy="Plan anew, and save it again.",
+                remedy="Plan again, and save the plan again.",
             ) from error
 
     def check(self, graph: Graph, *, world_size: int, size: int | None = None, path: str = "") -> None:
-        """Refuse to be used for another model or another world.
+        """Refuse to run another model or another world.
 
         Args:
-            graph: The graph that shall run.
-            world_size: All ranks that run.
-            size: Ranks of a unit, if they are known.
-            path: The path that the document came from, for the message.
+            graph: The graph to run.
+            world_size: The number of running ranks.
+            size: The number of ranks of a unit, if known.
+            path: The path of the document, for the message.
 
         Raises:
-            PlanError: It was made for something else.
+            PlanError: The plan was made for another graph or world.
         """
         named = f"the plan {path!r}" if path else "this plan"
         if world_size != self.world_size or size not in (None, self.program.size):
@@ -154,12 +154,12 @@ class Plan:
             raise PlanError(
                 f"{named} is for {self.world_size} ranks ({self.units} units of {self.program.size}), and "
                 f"{running}.",
-                remedy=f"Start {self.world_size} ranks with plan_ngpus={self.program.size}, or plan anew.",
+                remedy=f"Start {self.world_size} ranks with plan_ngpus={self.program.size}, or plan again.",
             )
         if fingerprint(graph) != self.graph:
             raise PlanError(
                 f"{named} was made for another graph{_difference(graph, self.program)}.",
-                remedy="Plan anew: the model, its shapes or the code of its forward have changed.",
+                remedy="Plan again: the model, its shapes or the code of its forward have changed.",
             )
 
     def explain(self) -> str:
@@ -175,7 +175,7 @@ class Plan:
         )
         parts = sum(placement.is_shard for placement in self.program.stored.values())
         stored = (
-            f"{parts} of {len(self.program.stored)} parameters stored in parts, gradients of "
+            f"{parts} of {len(self.program.stored)} parameters sharded, gradients of "
             f"{len(self.program.synchronized)} summed over the unit"
         )
         stages = f"{self.program.reason}\n" if isinstance(self.program, PipelinePlan) else ""
@@ -189,10 +189,10 @@ def _row(row: dict[str, Any]) -> Row:
 
 
 def _difference(graph: Graph, program: AnyPlan) -> str:
-    """The obvious differences."""
+    """Return the obvious differences of a graph and a plan."""
     names = {op.name for op in graph.ops}
     if isinstance(program, PipelinePlan):
-        return ""  # its operators are those of a microbatch
+        return ""  # the plan has the operators of a microbatch
     new, gone = len(names - set(program.choices)), len(set(program.choices) - names)
     return f": {new} operators are new and {gone} are gone" if new or gone else ""
 
@@ -200,7 +200,7 @@ def _difference(graph: Graph, program: AnyPlan) -> str:
 def fingerprint(graph: Graph) -> str:
     """Hash the facts that a plan depends on: operators, arguments, shapes, parameters.
 
-    The traced batch does not count where the graph knows it as a symbol, nor do source lines.
+    The traced batch does not count if the graph knows it as a symbol. Source lines do not count.
     """
     text = [
         repr([(leaf.name, _plain(leaf.meta), leaf.constant) for leaf in graph.inputs]),
@@ -216,7 +216,7 @@ def fingerprint(graph: Graph) -> str:
 
 
 def _plain(argument: object) -> object:
-    """An argument with symbolic sizes as their expressions."""
+    """Return an argument with symbolic sizes as their expressions."""
     if isinstance(argument, Size):
         return argument.expr
     if isinstance(argument, TensorMeta):
@@ -231,7 +231,7 @@ def _plain(argument: object) -> object:
 
 
 def diff(before: Plan, after: Plan) -> list[str]:
-    """Return the differences of two plans, a line each; none if they are equal."""
+    """Return the differences of two plans, a line each; none for equal plans."""
     return [
         *_changed_heads(before, after),
         *_changed_parameters(before, after),
@@ -256,7 +256,7 @@ def _changed_heads(before: Plan, after: Plan) -> Iterator[str]:
 
 
 def _stages_of(program: AnyPlan) -> str:
-    """How many there are, and how they run."""
+    """Return the number of stages and their order."""
     if isinstance(program, ProgramPlan):
         return "none"
     stages, ranks = program.arrangement.stages, program.arrangement.ranks
@@ -287,11 +287,11 @@ def _changed_choices(before: Plan, after: Plan) -> Iterator[str]:
             yield f"{where}{name}: {ways[0]} -> {ways[1]}"
 
 
-# Why a plan is what it is: what every operator costs as it was split, and what the alternatives would.
+# Rows explain a plan: the cost of every operator under its strategy, and of its alternatives.
 
 
 _ALTERNATIVES = 3
-"""How many are named."""
+"""The number of alternatives to name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,17 +299,17 @@ class Row:
     """One operator of a plan.
 
     Attributes:
-        name: Its name in the graph.
+        name: The name in the graph.
         module: The submodule that calls it.
-        operator: ``"linear"``.
+        operator: The kind, such as ``"linear"``.
         source: The place where the user's code calls it.
-        strategy: Says how it was split: ``"column"``.
-        placements: Placements of operands and results: ``"R S(0) -> S(2)"``.
-        collectives: The collectives that bring its operands into place, there and back:
+        strategy: The name of its strategy, such as ``"column"``.
+        placements: The placements of operands and results: ``"R S(0) -> S(2)"``.
+        collectives: The collectives that convert its operands, forward and backward:
             ``"all_gather__reduce_scatter"``.
-        moved: Bytes that they work on, there and back.
-        seconds: The time that it takes, collectives included.
-        instead: Names of alternatives, with the seconds that each would add, everything else as it is.
+        moved: The bytes of these collectives.
+        seconds: The time of the operator, collectives included.
+        instead: The names of alternatives, with the seconds that each adds if all else is equal.
     """
 
     name: str
@@ -336,11 +336,11 @@ def explain(
     """Return the cost of each computing operator, and the reason for its split.
 
     Args:
-        graph: The graph that was planned.
+        graph: The planned graph.
         plan: The plan.
-        costs: The cost model that it was made with.
+        costs: The cost model of the plan.
         units: The number of units that share the work.
-        zero: True if they shard parameters.
+        zero: True if the units shard parameters.
         strategies_of: The source of alternatives; the registry of rules by default.
     """
     context = PolicyContext(graph, plan.size, rules_for(plan.size, strategies_of))
@@ -360,7 +360,7 @@ def _table_row(
     strategy = assignment.choices[op.name]
     own, methods = evaluation.operators[op.name], []
     for changed in evaluation.conversions:
-        if changed.consumers[0] == op.name:  # a conversion that is shared counts for the first
+        if changed.consumers[0] == op.name:  # the first consumer pays for a shared conversion
             own = own.plus(changed.price)
             methods += [changed.change.method] if changed.change else []
     inputs, outputs = (" ".join(map(str, placed)) for placed in (strategy.inputs, strategy.outputs))
@@ -382,12 +382,12 @@ def _alternatives(
             other = replace(assignment, choices={**assignment.choices, op.name: strategy})
             try:
                 yield strategy.name, _around(context, other, prices, op).seconds - now.seconds
-            except ValueError:  # a neighbour needs it as it is
+            except ValueError:  # a neighbor needs the present placement
                 continue
 
 
 def _around(context: PolicyContext, assignment: Assignment, prices: Prices, op: Op) -> Price:
-    """An operator, and the conversions of all values that it uses or makes."""
+    """Return the price of an operator, and of the conversions of all values that it uses or makes."""
     flow = context.flow
     results = [pick for pick, source in flow.picks.items() if source.name == op.name]
     total = prices.operator(op, assignment.choices[op.name])
@@ -397,7 +397,7 @@ def _around(context: PolicyContext, assignment: Assignment, prices: Prices, op: 
 
 
 def table(rows: list[Row]) -> str:
-    """Rows as text, one line for each operator, grouped by module."""
+    """Return rows as text, one line for each operator, grouped by module."""
     lines, module = [], None
     for row in rows:
         if row.module != module:

@@ -1,4 +1,4 @@
-"""The front door of the plugin: what it offers, as data."""
+"""List the strategies and formats of the plugin, as data."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import replace
 from nnx_core import Capabilities, CheckpointFormatSpec, StrategySpec, hookimpl
 
 _OF_PLANS = (
-    *("iterable_dataset_split_by_rank", "shuffle_seeded_by_rank"),  # ranks of a unit have to read one batch
+    *("iterable_dataset_split_by_rank", "shuffle_seeded_by_rank"),  # the ranks of a unit read one batch
     *(
         "contrastive_loss_with_global_rank",
         "loss_scaled_by_world_size",
-    ),  # a step divides by `data_rank` there
-    *("autograd_grad_of_weight", "gradient_penalty"),  # programs compute the forward in parts
+    ),  # their step divides by `data_rank`
+    *("autograd_grad_of_weight", "gradient_penalty"),  # programs shard the forward
 )
-_OF_RANKS = ("gradient_surgery", "pipeline_split_backward")  # each rank would have those of its own samples
+_OF_RANKS = ("gradient_surgery", "pipeline_split_backward")  # each rank would use its own samples' gradients
 _OF_PARTS = ("gradients_read_on_rank_zero", "weights_read_on_rank_zero")  # all ranks gather
 _PLANNED = Capabilities(
     accelerators=("cpu", "cuda"),
@@ -26,10 +26,10 @@ _PLANNED = Capabilities(
     activation_checkpointing=True,
     meta_initialization=True,
     needs_sample=True,
-    leaves_no_files=False,  # the generated code is for the user to read
+    leaves_no_files=False,  # users read the generated code
     refuses=(*_OF_RANKS, *_OF_PLANS, *_OF_PARTS),
 )
-# A cost model stores in parts only what pays: of a model that fits easily, nothing.
+# A cost model shards only parameters that are worth it: none of a model that fits easily.
 _CHOSEN = replace(
     _PLANNED,
     shards_parameters=False,
@@ -85,7 +85,7 @@ _STAGES = replace(
 
 @hookimpl
 def nnx_strategies() -> list[StrategySpec]:
-    """The strategies of the compiler."""
+    """Return the strategies of the compiler."""
     return [
         _spec(
             "nnscaler",
@@ -139,7 +139,7 @@ def nnx_strategies() -> list[StrategySpec]:
 
 @hookimpl
 def nnx_checkpoint_formats() -> list[CheckpointFormatSpec]:
-    """Checkpoints of Microsoft's nnScaler."""
+    """Return the format of Microsoft's nnScaler."""
     return [
         CheckpointFormatSpec(
             "nnscaler",

@@ -1,7 +1,7 @@
-"""A check of a program before its first step: against the user's own forward, on the traced inputs.
+"""Check a program before its first step, against the user's own forward on the traced inputs.
 
-The ranks are threads of this process, so the check needs as many copies of the model as a unit has ranks; it
-is for small models on CPU. It never changes the module.
+The ranks are threads of this process, so the check needs a copy of the model for each rank of a unit. It is
+for small models on CPU. It never changes the module.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ __all__ = [
 log = logging.getLogger("nnx.nnscaler")
 
 SMALL = 1_000_000
-"""Elements of parameters and results, over all ranks of a unit, up to which a model is checked unless told.
+"""Maximum elements of parameters and results, over all ranks of a unit, for a check by default.
 
-That takes a tenth of a second.
+The check then takes a tenth of a second.
 """
 _TOLERANCE = 1e-3
 
@@ -51,17 +51,17 @@ def self_check(
 ) -> None:
     """Compare a program with the module on one call, outputs and gradients.
 
-    Programs that it cannot judge pass, see `_hindrance`.
+    Programs that cannot be compared pass, see `_hindrance`.
 
     Args:
         root: The module.
-        graph: The graph that was traced.
-        plan: Its plan.
-        call: Arguments of the forward.
+        graph: The traced graph.
+        plan: The plan of the program.
+        call: The arguments of the forward.
         program: The program; by default the one generated for the plan.
 
     Raises:
-        PlanError: They differ; the message names the first operator whose result does.
+        PlanError: They differ. The message names the first operator with another result.
     """
     if (plan.size == 1 and program is None) or _hindrance(root, graph, call):
         return
@@ -75,18 +75,18 @@ def self_check(
         f"the compiled program of {type(root).__name__} (policy {plan.policy!r}, {plan.size} ranks) does not "
         f"match the eager forward: {found.worst} differs by {found.error:.1e}"
         f"{f'. First operator that differs: {where}' if where else ''}.",
-        remedy="Please report it with the model; meanwhile use policy='dp', or verify=False to run it.",
+        remedy="Please report it with the model. Until then use policy='dp', or verify=False to run it.",
     )
 
 
 def checked_up_to(elements: int | None) -> Callable[..., None]:
-    """The check for models of at most that many elements over all ranks; None is any number.
+    """Return a check for models up to a number of elements over all ranks; None for any number.
 
-    A check of any number was asked for, so it logs why it does nothing.
+    The user requested a check of any number, so that one logs why it does nothing.
 
     Args:
-        elements: The number of elements of parameters, and of the results of all operators for the traced
-            sample.
+        elements: The maximum number of elements of parameters, and of the results of all operators for the
+            traced sample.
     """
 
     def check(
@@ -95,9 +95,7 @@ def checked_up_to(elements: int | None) -> Callable[..., None]:
         hindrance = _hindrance(root, graph, call)
         if elements is None and hindrance:
             name = type(root).__name__
-            log.warning(
-                "verify=True: the program of %s is not compared with its forward: %s.", name, hindrance
-            )
+            log.warning("verify=True: skip the check of %s (%s)", name, hindrance)
         if elements is None or _elements(root, graph) * plan.size <= elements:
             self_check(root, graph, plan, call, program)
 
@@ -122,23 +120,23 @@ def _elements(root: nn.Module, graph: Graph) -> int:
 
 
 def _hindrance(root: nn.Module, graph: Graph, call: Any) -> str:
-    """Why a program cannot be compared; empty where it can."""
+    """Return the reason why a program cannot be compared; empty if it can."""
     tensors: list[Tensor] = [*root.parameters(), *root.buffers(), *_tensors(call)]
     device = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "")
     if device:
         return f"it is on {device}, and the comparison runs on CPU only"
     kinds = (torch.float16, torch.bfloat16)
     if torch.is_autocast_enabled("cpu") or any(tensor.dtype in kinds for tensor in tensors):
-        return "it computes in half precision, in which right results differ, too"
+        return "it computes in half precision, in which correct results differ too"
     if graph.kept:
-        return f"{next(iter(graph.kept))} runs whole on every rank"
+        return f"{next(iter(graph.kept))} falls back to eager"
     return ""
 
 
 class _Borrowed:
-    """A module's code with tensors of its own, as far as a check needs it.
+    """A module's code with its own tensors, as far as a check needs it.
 
-    Copying the module itself could copy the objects it refers to: the trainer, its data.
+    A copy of the module itself could copy the objects that it refers to: the trainer, its data.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -172,7 +170,7 @@ class _Borrowed:
 
 
 def _first_difference(module: nn.Module, graph: Graph, plan: ProgramPlan, call: tuple[Any, Any]) -> Op | None:
-    """The first operator whose result is another one under the plan than where every rank does everything."""
+    """Return the first operator whose result differs under the plan from that of replicated operators."""
     ops = [
         op for op in graph.ops if isinstance(op.output, TensorMeta) and op.output.dtype.startswith("float")
     ]

@@ -1,8 +1,8 @@
-"""Statistics that modules share over ranks: over units, whose ranks see the same data.
+"""Share statistics of modules over units, because the ranks of a unit see the same data.
 
-torchmetrics' metrics and `torch.nn.SyncBatchNorm` ask all ranks of the world. The ranks of a unit would
-be counted several times, so while a module is laid out they ask one rank of each unit. What the user has
-set on them is left alone. It owns nothing else of these modules.
+torchmetrics' metrics and `torch.nn.SyncBatchNorm` reduce over all ranks of the world, and would count the
+ranks of a unit several times. During training they reduce over one rank of each unit. The user's own settings
+stay.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from nnx_nnscaler.axes import Axes
 
 
 class StatisticsOverUnits:
-    """The modules of a tree whose statistics were changed to be shared over units. Collective.
+    """The modules of a tree whose statistics are shared over units. Collective.
 
     Args:
         module: The root of the tree.
-        axes: This rank's groups.
+        axes: This rank's process groups.
     """
 
     def __init__(self, module: nn.Module, axes: Axes) -> None:
         self._changed: list[tuple[Any, str]] = []
         if axes.unit_size == 1:
             return
-        torchmetrics = sys.modules.get("torchmetrics")  # no metric has been made without it
+        torchmetrics = sys.modules.get("torchmetrics")  # without the import, no metric exists
         for submodule in module.modules():
             if torchmetrics is not None and isinstance(submodule, torchmetrics.Metric):
                 if submodule.dist_sync_fn is None and submodule.process_group is None:
                     self._change(submodule, "dist_sync_fn", _GatherOverUnits(axes.outer))
             elif isinstance(submodule, nn.SyncBatchNorm) and submodule.process_group is None:
-                self._change(submodule, "process_group", axes.outer or _alone())
+                self._change(submodule, "process_group", axes.outer or _group_of_this_rank())
 
     def _change(self, module: Any, name: str, value: Any) -> None:
         setattr(module, name, value)
         self._changed.append((module, name))
 
     def undo(self) -> None:
-        """Let them share over all ranks again."""
+        """Share statistics over all ranks again."""
         for module, name in self._changed:
             setattr(module, name, None)
         self._changed.clear()
 
 
 class _GatherOverUnits:
-    """Gathers the states of other ranks for a metric. A copy of the metric shares it; a file does not.
+    """Gathers the states of other ranks for a metric. A copy of the metric shares it; a pickle does not.
 
     Args:
-        group: One rank of each unit; None where there is one unit.
+        group: One rank of each unit; None for a single unit.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -72,7 +72,7 @@ class _GatherOverUnits:
         return type(None), ()
 
 
-def _alone() -> dist.ProcessGroup | None:
-    """A group of this rank only."""
+def _group_of_this_rank() -> dist.ProcessGroup | None:
+    """Return a group of this rank only."""
     group, _ = dist.new_subgroups(group_size=1)  # type: ignore[no-untyped-call]
     return group  # type: ignore[no-any-return]

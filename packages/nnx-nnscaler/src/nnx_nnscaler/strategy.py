@@ -1,6 +1,6 @@
-"""`NnScalerStrategy`: the strategy object under the name and with the arguments of Microsoft's nnScaler.
+"""`NnScalerStrategy`: the strategy with the name and the arguments of Microsoft's nnScaler.
 
-``Trainer(strategy="nnscaler")`` and `nnx.strategy` build the same engine. This module owns the old
+``Trainer(strategy="nnscaler")`` and `nnx.strategy` build the same engine. This module only adds the old
 constructor and `merge_checkpoint`; it never touches training.
 """
 
@@ -19,10 +19,9 @@ from nnx_core.errors import OptionError
 from nnx_core.lightning.namespaces import StrategyOfTrainer, trainer_tree
 from nnx_core.options import check_choice
 
-# `NnScalerPrecision`: Lightning's precision plugins under the name that nnScaler gave its own.
-#
-# ``Trainer(precision="...")`` does the same and is all that most need. What the class adds is a gradient
-# scaler of your own with '16-true', and '16-mixed' on CPU too.
+# `NnScalerPrecision`: Lightning's precision plugins under nnScaler's name. ``Trainer(precision="...")`` does
+# the same and is enough for most users. The class adds your own gradient scaler with '16-true', and
+# '16-mixed' on CPU.
 
 
 PRECISIONS = ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
@@ -31,12 +30,12 @@ _MIXED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 class NnScalerPrecision:
-    """A precision plugin for the Trainer of the copy of Lightning that is in use.
+    """A precision plugin for the Trainer of the imported copy of Lightning.
 
     Args:
         precision: One of 32-true, 16-true, bf16-true, 16-mixed, bf16-mixed.
-        scaler: Scales the loss, so that small gradients survive in float16. '16-mixed' makes one unless you
-            bring yours; the other modes have none unless you do. Overflow on one rank skips the step on all.
+        scaler: The gradient scaler, which keeps small gradients in float16. '16-mixed' makes one by default;
+            the other modes have none. Overflow on one rank skips the step on all.
 
     Example:
         >>> NnScalerPrecision("16-mixed").scaler is not None
@@ -44,7 +43,7 @@ class NnScalerPrecision:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NnScalerPrecision:
-        """An object of this class and of Lightning's own class for the precision."""
+        """Return an object of this class and of Lightning's own class for the precision."""
         precision = str(kwargs.get("precision", args[0] if args else "32-true"))
         made = _class_for(cls, precision, trainer_tree())  # type: ignore[arg-type] # mypy on hashes
         return cast("NnScalerPrecision", object.__new__(made))
@@ -60,7 +59,7 @@ class NnScalerPrecision:
             scaler = torch.amp.GradScaler("cuda" if torch.cuda.is_available() else "cpu")
         self.precision = precision
         self.scaler = scaler
-        self._desired_input_dtype = _TRUE_HALVES.get(precision, torch.float32)  # what Lightning's own reads
+        self._desired_input_dtype = _TRUE_HALVES.get(precision, torch.float32)  # Lightning reads it
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -85,21 +84,21 @@ def _class_for(cls: type, precision: str, root: str) -> type:
 
 
 class NnScalerStrategy(StrategyOfTrainer):
-    """A strategy for the Trainer of the copy of Lightning that is in use.
+    """A strategy for the Trainer of the imported copy of Lightning.
 
     Args:
-        accelerator: As for all of Lightning's strategies, like the next three.
-        parallel_devices: Devices of this node.
-        cluster_environment: Says who started the processes.
-        precision_plugin: Such as `NnScalerPrecision`.
+        accelerator: The accelerator of any Lightning strategy; so are the next three.
+        parallel_devices: The devices of this node.
+        cluster_environment: The launcher of the processes.
+        precision_plugin: A plugin such as `NnScalerPrecision`.
         compute_config: A `ComputeConfig` or a dict of its fields; every field has a default.
         state_dict_type: ``"sharded"`` or ``"deduped"``.
-        pas_policy: Name of a policy or a function; by default ``"autodist"``.
-        gen_savedir: The directory in which plans and the generated code are kept.
+        pas_policy: The name of a policy or a function; by default ``"autodist"``.
+        gen_savedir: The directory of plans and the generated code.
         reuse: ``"match"``, ``"override"``, ``"moo"`` or ``"graph"``.
-        instance_name: Tells instances of one class apart in `gen_savedir`.
-        checkpoint_io: Takes the place of nnx's own.
-        **options: Any other option of `NnScalerOptions` or common to all nnx strategies, such as
+        instance_name: A name that tells instances of one class apart in `gen_savedir`.
+        checkpoint_io: A replacement of nnx's own.
+        **options: Any other option of `NnScalerOptions` or common option of nnx strategies, such as
             ``timeout``, ``async_save``, ``plan_ngpus`` and ``memory_limit``.
 
     Example:
@@ -150,15 +149,15 @@ class NnScalerStrategy(StrategyOfTrainer):
         checkpoint_files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         output_file: str | os.PathLike[str],
     ) -> None:
-        """Write one file that Lightning loads under any strategy. Nothing here needs it to resume.
+        """Write one file that Lightning loads under any strategy. nnx itself resumes without it.
 
         Args:
-            checkpoint_files: A checkpoint of any strategy, or the files that it consists of: also those of
-                ranks that Microsoft's nnScaler wrote, as its own method takes them.
-            output_file: ``.safetensors`` for the weights alone, anything else for Lightning's single file.
+            checkpoint_files: A checkpoint of any strategy, or its files, also the rank files of Microsoft's
+                nnScaler, as its own method takes them.
+            output_file: ``.safetensors`` for the weights alone; any other name for Lightning's single file.
 
         Raises:
-            CheckpointError: The files are not those of one checkpoint, or cannot be read.
+            CheckpointError: The files belong to several checkpoints, or cannot be read.
         """
         from nnx_checkpoint import merge
 

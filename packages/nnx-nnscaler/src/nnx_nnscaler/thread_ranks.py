@@ -1,4 +1,4 @@
-"""The collectives of a unit whose ranks are threads of one process, of which there may be any number."""
+"""Run a unit whose ranks are threads of one process, with collectives between them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 class _Meeting:
-    """Where the threads of one unit put down what the others read."""
+    """A place where the threads of one unit exchange values."""
 
     def __init__(self, size: int) -> None:
         self.slots: list[Any] = [None] * size
         self.barrier = threading.Barrier(size)
 
     def exchange(self, rank: int, value: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        """Return a thread's read of every thread's value, before any of them may change again."""
+        """Return `read` of every thread's value, before any thread may change its own."""
         self.barrier.wait()
         self.slots[rank] = value
         self.barrier.wait()
@@ -63,7 +63,7 @@ class ThreadCommunicator(Communicator):
         return self._meeting.exchange(self.rank, tensor, join)
 
     def drawn(self, draw: Callable[[], Tensor]) -> Tensor:
-        """The same random tensor on every rank: threads share one generator, so the first draws for all."""
+        """Return the same random tensor on every rank: threads share a generator, so the first one draws."""
         drawn = draw() if self.rank == 0 else torch.empty(0)
         return self._meeting.exchange(self.rank, drawn, lambda tensors: tensors[0].clone())
 
@@ -80,7 +80,7 @@ def run_as_ranks(size: int, job: Callable[[Communicator], T]) -> list[T]:
     """Run a job once for each rank of a unit, in threads of this process, and return their results.
 
     Raises:
-        Exception: Raised as on the first failing rank; the others are released.
+        Exception: The error of the first failing rank; the others are released.
     """
     meeting = _Meeting(size)
 

@@ -245,7 +245,7 @@ def test_what_a_schedule_cannot_do_is_refused_on_every_rank(
     [
         (
             {"pipeline_nstages": 64},
-            r"can be cut into \d+ stages, and 64 are asked for\. Set pipeline_nstages",
+            r"can be cut into \d+ stages at most, and 64 are requested\. Set pipeline_nstages",
         ),
         ({"stage_cuts": ["layers.9"]}, r"stage_cuts names 'layers\.9', which computes nothing\. Use names"),
         ({"pipeline_nmicros": 3}, r"pipeline_nmicros=3 does not divide a batch of 256 samples\. Choose"),
@@ -274,7 +274,7 @@ def test_a_script_that_catches_the_error_ends_by_itself(tmp_path: Path) -> None:
         [sys.executable, script], env={**os.environ, "PYTHONPATH": str(jobs)}, timeout=150, text=True,
         capture_output=True, check=True,
     )  # fmt: skip
-    assert done.stdout.count("3 stages cannot be dealt out to 2 ranks evenly") == 2
+    assert done.stdout.count("3 stages cannot be distributed evenly over 2 ranks") == 2
 
 
 _CATCHES = """

@@ -102,7 +102,7 @@ def test_a_compute_config_that_makes_no_sense_is_refused_with_a_remedy(fields, m
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "pp", "load_plan": "x", "pp_size": 2}, r"pp_size=2 with load_plan='x', which says it"),
+        ({"policy": "pp", "load_plan": "x", "pp_size": 2}, r"pp_size=2 with load_plan='x', which decides it"),
         (
             {"policy": "tp", "compute_config": {"use_end2end": True}},
             r"use_end2end=True with policy='tp', which has no stages",
@@ -111,7 +111,7 @@ def test_a_compute_config_that_makes_no_sense_is_refused_with_a_remedy(fields, m
         ({"policy": "pp", "pipeline_nstages": 0}, r"pipeline_nstages=0 is not positive"),
         (
             {"policy": "hybrid", "pipeline_nstages": 4, "stage_cuts": ["a"]},
-            r"stage_cuts names 1 submodules, and 4 stages need 3",
+            r"stage_cuts names 1 submodules, but 4 stages need 3",
         ),
         ({"stage_cuts": ["a"]}, r"stage_cuts=\('a',\) with policy='autodist', which chooses stages"),
         ({"policy": "tp", "pp_size": 1}, r"pp_size=1 with policy='tp', which has no stages"),
@@ -151,7 +151,7 @@ def test_the_shape_of_a_pipeline_follows_from_the_unit(options, unit, expected):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pipeline_nstages": 6}, r"6 stages cannot be dealt out to 4 ranks evenly"),
+        ({"pipeline_nstages": 6}, r"6 stages cannot be distributed evenly over 4 ranks"),
         ({"pp_size": 2}, r"pp_size=2 with units of 4 ranks and policy='pp'"),
         ({"policy": "hybrid", "pp_size": 1}, r"pp_size=1 with units of 4 ranks and policy='hybrid'"),
         ({"policy": "hybrid", "pp_size": 3}, r"pp_size=3 with units of 4 ranks"),

@@ -93,7 +93,7 @@ def on_meta():
     [
         (on_meta, CALL, "it is on meta, and the comparison runs on CPU only"),
         (lambda: GPT(layers=1).bfloat16(), CALL, "it computes in half precision"),
-        (Mixture, ((torch.randn(4, 8),), {}), "runs whole on every rank"),
+        (Mixture, ((torch.randn(4, 8),), {}), "falls back to eager"),
     ],
 )
 def test_a_check_that_was_asked_for_and_cannot_be_made_says_so(build, call, reason, caplog):

@@ -107,7 +107,7 @@ def test_the_longest_stage_is_as_short_as_that_of_any_cut_that_fits_into_the_mem
 
 def test_too_many_stages_are_refused_with_the_number_there_can_be() -> None:
     found = outline()
-    with pytest.raises(PlanError, match=r"can be cut into \d+ stages, and 99 are asked for"):
+    with pytest.raises(PlanError, match=r"can be cut into \d+ stages at most, and 99 are requested"):
         choose_cuts(found.costs(CostModel()), 99)
 
 

@@ -156,12 +156,12 @@ def imports(module: Any, batch: Any, index: int) -> Any:
 @pytest.mark.parametrize(
     ("step", "reason"),
     [
-        (lambda m, b, i: loss(m, b) * (i + 1), "looks at its batch index"),
-        (lambda m, b, i: loss(m, b) * (2 if i == 0 else 1), "looks at its batch index"),
-        (lambda m, b, i: loss(m, b) * (2 if isinstance(i, int) else 1), "looks at its batch index"),
+        (lambda m, b, i: loss(m, b) * (i + 1), "reads its batch index"),
+        (lambda m, b, i: loss(m, b) * (2 if i == 0 else 1), "reads its batch index"),
+        (lambda m, b, i: loss(m, b) * (2 if isinstance(i, int) else 1), "reads its batch index"),
         (lambda m, b, i: loss(m, b).item(), "values of a tensor|returns no loss"),
         (lambda m, b, i: None, "returns no loss"),
-        (lambda m, b, i: {"loss": loss(m, b), "n": 3}, "something else than tensors"),
+        (lambda m, b, i: {"loss": loss(m, b), "n": 3}, "other results than tensors"),
         (lambda m, b, i: m.log("rate", 0.1) or loss(m, b), "logs 'rate', which is no tensor"),
         (lambda m, b, i: m.log("x", loss(m, b), reduce_fx=len) or loss(m, b), "reduce_fx"),
         (lambda m, b, i: print("x") or loss(m, b), "prints"),

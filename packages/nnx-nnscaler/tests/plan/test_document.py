@@ -45,7 +45,7 @@ def test_another_world_is_refused() -> None:
 def test_another_model_is_refused_with_what_differs() -> None:
     with pytest.raises(PlanError, match="made for another graph: 4 operators are new and 3 are gone"):
         document(mlp()).check(stack(1), world_size=2)
-    with pytest.raises(PlanError, match=r"made for another graph\. Plan anew"):
+    with pytest.raises(PlanError, match=r"made for another graph\. Plan again"):
         document(mlp()).check(mlp(hidden=128), world_size=2)
 
 
@@ -122,7 +122,7 @@ def test_alternatives_say_what_they_would_add() -> None:
 def test_an_explanation_says_what_was_split_where_and_at_what_price() -> None:
     text = document(mlp(), units=2).explain()
     assert text.startswith("policy tp: 2 units of 2 ranks, predicted by h100-nvlink (published): ")
-    assert "2 of 2 parameters stored in parts, gradients of 0 summed over the unit" in text
+    assert "2 of 2 parameters sharded, gradients of 0 summed over the unit" in text
     assert "model.py:1: up" in text
     assert "MB by all_reduce__keep" in text
     assert "instead: " in text

@@ -276,7 +276,7 @@ def test_second_derivatives_through_programs_are_refused():
         y = rt.all_reduce__keep(rt.part(rt.keep__all_reduce(x) ** 3, dim=0).sum())
         (gradient,) = torch.autograd.grad(y, x, create_graph=True)
         torch.testing.assert_close(gradient, torch.full((4,), 3.0, dtype=torch.float64))
-        with pytest.raises(UnsupportedError, match=r"second derivative .* in parts.*'nnscaler_dp'"):
+        with pytest.raises(UnsupportedError, match=r"second derivative .* as shards.*'nnscaler_dp'"):
             gradient.sum().backward()
 
     run_as_ranks(2, job)

@@ -127,7 +127,7 @@ def test_gradients_of_the_whole_arrive_at_the_parts(placement, size):
         (gradient,) = torch.autograd.grad((module.weight * 2).sum(), [module.weight])
         assert torch.equal(gradient, torch.full_like(plain.weight, 2))
         parameters.unit_local(module.weight)
-        with pytest.raises(UnsupportedError, match=r"`torch.autograd.grad` .* in parts.*`backward`"):
+        with pytest.raises(UnsupportedError, match=r"`torch.autograd.grad` .* as shards.*`backward`"):
             torch.autograd.grad((module.weight * 2).sum(), [module.weight])
 
     on_ranks(job, placement, size=size, module=lambda: source((8, 8)))
@@ -352,9 +352,7 @@ def test_parameters_that_answer_torch_functions_themselves_are_not_cut():
     module = nn.Module()
     module.special = special
     axes = Axes(None, None, None, None, None, 0, 2, 0, 1, 0, 1)
-    with pytest.raises(
-        UnsupportedError, match=r"'special' is a Special, which cannot be stored in parts.*'R'"
-    ):
+    with pytest.raises(UnsupportedError, match=r"'special' is a Special, which cannot be sharded.*'R'"):
         Parameters(module, axes, stored={"special": S(0)})
 
 

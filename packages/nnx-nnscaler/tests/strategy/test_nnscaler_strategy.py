@@ -134,7 +134,7 @@ def test_masters_are_in_the_checkpoint_so_that_a_run_goes_on_exactly(
 
 def test_inference_only_refuses_to_train(pool: WorkerPool):
     options = {"compute_config": {"inference_only": True}}
-    with pytest.raises(JobError, match=r"inference_only=True, and there is something to train"):
+    with pytest.raises(JobError, match=r"inference_only=True, but an optimizer needs training"):
         pool.run(train, Run(strategy="nnscaler_dp", options=options, steps=1), world_size=2)
 
 

@@ -289,7 +289,7 @@ def test_tensors_that_are_no_buffers_are_constants_with_a_note():
     module, x = Table(), torch.randn(2, 4)
     graph = trace_forward(module, (x,))
     assert [constant.tolist() for constant in graph.constants.values()] == [[0, 1, 2, 3], [1, 2, 3, 4]]
-    assert graph.notes == ("table is a tensor but no buffer: programs keep the value that it has now",)
+    assert graph.notes == ("table is a tensor but no buffer: programs keep its present value",)
     check_graph(graph, module, (x,))
 
 

@@ -1,1 +1,1 @@
-"""From a graph and its plan to readable Python, kept in a folder."""
+"""Write a graph and its plan as readable Python."""

@@ -1,8 +1,8 @@
-"""From a graph and its plan to the Python source of one function, which every rank of a unit runs.
+"""Emit the Python source of a graph and its plan: one function that every rank of a unit runs.
 
-It owns the order of statements, the placement changes between operators, and the comments that tell a
-reader where a line comes from and how its result lies; and it makes a function of that source. How an
-operator looks is the business of rules and of `writer`; nothing here computes.
+This module orders the statements and inserts the placement changes between operators. Comments tell a reader
+the origin and the placement of a line's result. It also loads the function from its source. Rules and
+`writer` write single operators; nothing here computes.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from nnx_nnscaler.ir.placement import Conversion, Placement, R, Strategy, Use, c
 from nnx_nnscaler.ir.program_plan import ProgramPlan
 
 _LARGE = 1024
-"""Elements of a constant that is not compared with others."""
+"""Maximum elements of a constant that is compared with others."""
 
 
 def emit(graph: Graph, plan: ProgramPlan, *, title: str = "", recompute: Sequence[str] = ()) -> str:
-    """The source of a program: a module with a function ``forward(rt, m, w, c, ...)``.
+    """Return the source of a program: a module with a function ``forward(rt, m, w, c, ...)``.
 
-    ``rt`` is the `Runtime` of this rank, ``m`` the user's module (only for submodules that run whole), ``w``
-    maps the fully qualified name of a parameter or buffer to this rank's part of it, ``c`` holds the graph's
-    constants by name; one argument follows for every tensor among the inputs.
+    ``rt`` is the `Runtime` of this rank, and ``m`` the user's module, for submodules that run in eager mode.
+    ``w`` maps the fully qualified name of a parameter or buffer to this rank's shard of it. ``c`` holds the
+    graph's constants by name. One argument follows for every tensor among the inputs.
 
     Args:
-        graph: The graph that is computed.
-        plan: The plan, which has a strategy for every operator.
-        title: Tells the reader what the program is the forward of.
-        recompute: Patterns of names of submodules whose activations are recomputed in the backward pass;
-            a star stands for one part of a name, as in ``"blocks.*"``.
+        graph: The graph to compute.
+        plan: The plan, with a strategy for every operator.
+        title: The name of the module, for the reader.
+        recompute: Patterns of names of submodules whose activations backward recomputes. A star stands for
+            one component of a name, as in ``"blocks.*"``.
     """
     return _Emitter(graph, plan).source(title, recompute)
 
 
 def inputs_of(graph: Graph) -> list[str]:
-    """Names of the inputs that a program takes, in order: those that are tensors."""
+    """Return the names of the tensors among the inputs, in order; these are a program's arguments."""
     return [leaf.name for leaf in graph.inputs if leaf.meta is not None]
 
 
@@ -56,12 +56,12 @@ class _Value:
     """A tensor of the program.
 
     Attributes:
-        code: Explains how to read it.
-        placement: The placement that it has.
+        code: The expression of the tensor.
+        placement: The placement of the tensor.
         flows: True if a gradient may flow back into it.
-        synchronized: The reducer sums its partial gradients: it is such a parameter, or computed from such
-            parameters alone by every rank.
-        place: Submodule and source line that it comes from.
+        synchronized: True if the reducer sums its partial gradients: it is such a parameter, or every rank
+            computes it from such parameters alone.
+        place: The submodule and source line of its origin.
     """
 
     code: str
@@ -89,7 +89,7 @@ class _Emitter:
         self.classes: dict[str, str] = {}
 
     def source(self, title: str, recompute: Sequence[str]) -> str:
-        """The text of the module."""
+        """Return the text of the module."""
         for symbol in self.graph.symbols:
             self.names.new(symbol)
         arguments = self._bind_inputs()
@@ -130,14 +130,14 @@ class _Emitter:
         for name, qualified in self.graph.buffers.items():
             place = (qualified.rpartition(".")[0], "")
             self.values[name] = _Value(f'w["{qualified}"]', R, flows=False, place=place)
-        first: dict[object, str] = {}  # equal constants of many layers are one
+        first: dict[object, str] = {}  # many layers have equal constants: store one
         for name, tensor in self.graph.constants.items():
             same = first.setdefault(_content(name, tensor), name)
             self.values[name] = _Value(f'c["{same}"]', R, flows=False)
         return arguments
 
     def _import_classes(self) -> list[str]:
-        """Give the classes of outputs a name; the lines that import them."""
+        """Name the classes of outputs, and return the lines that import them."""
         lines = []
         used = [self.graph.outputs, *((op.args, op.kwargs) for op in self.graph.ops if op.target == "module")]
         for made in dict.fromkeys(made for argument in used for made in _made_in(argument)):
@@ -181,7 +181,10 @@ class _Emitter:
         self.context = ""
 
     def _passes(self, op: Op, strategy: Strategy) -> bool:
-        """Whether the gradient may stay partial here: all that it reaches are synchronized parameters."""
+        """Return True if the gradient may stay partial here, because it reaches synchronized parameters only.
+
+        The reducer sums partial gradients of those, so a collective here would sum them twice.
+        """
         values = [self.values[name] for name in op.operands()]
         flowing = [value for value in values if value.flows]
         one = isinstance(op.output, TensorMeta) and op.target != "module" and not strategy.call
@@ -205,7 +208,7 @@ class _Emitter:
         flows: bool,
         results: dict[int, Op],
     ) -> None:
-        """Unpack what an operator with several results makes, each under the name of its getitem."""
+        """Unpack the results of an operator, each under the name of its getitem."""
         placements = iter(strategy.outputs)
         targets, notes = [], []
         for index, meta in enumerate(metas):
@@ -223,7 +226,7 @@ class _Emitter:
         self._line(f"{', '.join(targets)}{comma} = {text}", ", ".join(dict.fromkeys(notes)))
 
     def _item(self, op: Op) -> None:
-        """One of several results: an operator's were named as it was written, a submodule's are read here."""
+        """Name one of several results; an operator's have names already, a submodule's are read here."""
         source, key = op.args
         if op.name not in self.wanted:
             return
@@ -243,7 +246,7 @@ class _Emitter:
             self.values[op.name] = replace(value, code=self._read(op.name, use), placement=use.placement)
 
     def _read(self, name: str, use: Use) -> str:
-        """Code of a value as a consumer wants it; a change of placement is written once for all of them."""
+        """Return the code of a value in the placement of a use. Equal uses share one conversion."""
         value = self.values[name]
         step, call = self._step(value, use)
         if step is None:
@@ -257,7 +260,10 @@ class _Emitter:
         return self.converted[name, use]
 
     def _change(self, value: _Value, line: Line) -> None:
-        """Write a change of placement: where it is needed; of a value from outside a layer, before that."""
+        """Write a change of placement where it is needed.
+
+        For a value from outside of a layer, write it before the layer: `fold` then finds equal layers.
+        """
         if self.layer is None or layer_of(value.place[0]) == self.layer:
             self._line(line.code, line.comment)
             return
@@ -266,14 +272,14 @@ class _Emitter:
         self.layer_start += 1
 
     def _go_to(self, op: Op) -> None:
-        """Write what follows as coming from where an operator comes from."""
+        """Write the next lines under the module and source line of an operator."""
         self.place = (op.module, op.source)
         layer = layer_of(op.module)
         if layer != self.layer:
             self.layer, self.layer_start = layer, len(self.lines)
 
     def _step(self, value: _Value, use: Use) -> tuple[Conversion | None, str]:
-        """The conversion that a use needs, and its call."""
+        """Return the conversion for a use, and the code that calls it."""
         if value.synchronized and value.placement == R:
             return self._step_synchronized(value, use)
         step = conversion(value.placement, use)
@@ -282,7 +288,10 @@ class _Emitter:
         return step, f"{step.method}({_arguments(value, step, use.placement)})"
 
     def _step_synchronized(self, value: _Value, use: Use) -> tuple[Conversion | None, str]:
-        """Uses of a parameter whose gradient the reducer sums over the unit: none needs a collective."""
+        """Return the conversion for a use of a synchronized parameter.
+
+        It needs no collective, because the reducer sums the parameter's gradient over the unit.
+        """
         if use.placement == R:
             step = None if use.partial_gradient else Conversion("keep", "divide")
             return step, f"keep__divide({value.code})"
@@ -299,7 +308,7 @@ class _Emitter:
 
 
 def _written(op: Op, strategy: Strategy, writer: OpWriter) -> str:
-    """The right-hand side; where every rank does everything no rule is asked, there is nothing to rewrite."""
+    """Return the right-hand side. A replicated operator keeps its own code, so no rule is asked."""
     if strategy.is_replicated and not strategy.call:
         return writer.call(op)
     from nnx_nnscaler.rules.registry import rule_for
@@ -308,7 +317,7 @@ def _written(op: Op, strategy: Strategy, writer: OpWriter) -> str:
 
 
 def _first(operands: list[str], codes: list[str]) -> dict[str, str]:
-    """The code of every operand; of one that is used twice, that of its first use."""
+    """Return the code of every operand; of one with several uses, the code of the first."""
     return dict(zip(reversed(operands), reversed(codes), strict=True))
 
 
@@ -331,7 +340,7 @@ def _bound(op: Op, codes: list[str]) -> tuple[tuple[Argument, ...], dict[str, Ar
 
 
 def _results(graph: Graph) -> dict[str, dict[int, Op]]:
-    """The getitem operators of every operator with several results, by index."""
+    """Return the getitem operators of every operator with several results, by index."""
     found: dict[str, dict[int, Op]] = {}
     for op in graph.ops:
         if op.target == "getitem":
@@ -341,7 +350,7 @@ def _results(graph: Graph) -> dict[str, dict[int, Op]]:
 
 
 def _arguments(value: _Value, step: Conversion, target: Placement) -> str:
-    """Arguments of a conversion: the value, and the shards that are taken apart or made."""
+    """Return the arguments of a conversion: the value, and the shards to join or to make."""
     if "all_to_all" in step:
         dims = f"{value.placement.dim}, {target.dim}"
         groups = value.placement.groups, target.groups
@@ -355,12 +364,12 @@ def _dims(shard: Placement) -> str:
 
 
 def _describe(meta: TensorMeta, placement: Placement) -> str:
-    """Global shape and placement, for the comment at the end of a line."""
+    """Return the global shape and placement, for the comment at the end of a line."""
     return f"[{', '.join(map(text_of, meta.shape))}] {placement}"
 
 
 def _content(name: str, tensor: Tensor) -> object:
-    """Return a key of a constant; large ones are not compared."""
+    """Return a key of a constant. A large one is its own key, because reading its values takes long."""
     if tensor.numel() > _LARGE or tensor.device.type == "meta":
         return name
     return str(tensor.dtype), tuple(tensor.shape), str(tensor.tolist())
@@ -370,7 +379,7 @@ def _is_floating(meta: TensorMeta) -> bool:
     return meta.dtype.startswith(("float", "bfloat", "complex"))
 
 
-# From source to a function that runs, such that tracebacks and debuggers show its lines.
+# Load a function from its source, so that tracebacks and debuggers show its lines.
 
 
 Program = Callable[..., Any]
@@ -378,11 +387,11 @@ Program = Callable[..., Any]
 
 
 def load_program(source: str, *, path: Path | None = None) -> Program:
-    """The function ``forward`` of a program's source.
+    """Return the function ``forward`` of a program's source.
 
     Args:
-        source: The source that `emit` wrote.
-        path: The file that holds it, for tracebacks; without one they show it from memory.
+        source: The source by `emit`.
+        path: The file of the source, for tracebacks; None shows lines from memory.
     """
     name = f"nnx_nnscaler_program_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     filename = str(path) if path is not None else f"<{name}>"

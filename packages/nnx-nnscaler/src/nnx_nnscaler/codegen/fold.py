@@ -1,8 +1,8 @@
 """Fold repeated layers into one function.
 
-A run is the lines that belong to one submodule: what they read, what they assign, and what equal ones share.
+A run is the lines of one submodule, with the variables that they read and assign, and the form of equal runs.
 
-It knows Python's variables and nothing of tensors.
+This module handles Python variables and knows no tensors.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _GLOBALS = frozenset({"rt", "m", "w", "c", "torch", "F", *dir(builtins)})
 
 
 _LAYER = "layer"
-"""The argument of a function of lines that is the submodule's name."""
+"""The argument with the submodule's name, in a function of lines."""
 
 
 class Name(NamedTuple):
-    """A variable in a line: where, and whether it is assigned there."""
+    """A variable in a line, with its position; `assigned` is True if the line assigns it."""
 
     start: int
     end: int
@@ -39,11 +39,11 @@ class Run:
     """Consecutive lines of one submodule.
 
     Attributes:
-        owner: Fully qualified name of the submodule.
-        lines: They.
-        defined: Variables that they assign, in order.
-        free: Variables that they read from before, in order.
-        form: The form that the lines of an equal submodule have in common.
+        owner: The fully qualified name of the submodule.
+        lines: The lines.
+        defined: The variables that the lines assign, in order.
+        free: The variables that the lines read from before, in order.
+        form: The text that the lines of equal submodules have in common.
     """
 
     owner: str
@@ -53,7 +53,7 @@ class Run:
     form: tuple[tuple[str, ...], ...]
 
     def function(self, name: str, comment: str, returned: Sequence[str]) -> Function:
-        """A function of these lines, for every submodule that is equal; its name is an argument."""
+        """Return a function of these lines for all equal submodules; their name is an argument."""
         short = self._short_names()
         body = [
             line._replace(
@@ -67,7 +67,7 @@ class Run:
         return Function(name, ("rt", "m", "w", "c", _LAYER, *self.free), comment, tuple(body))
 
     def _short_names(self) -> dict[str, str]:
-        """Variables without the submodule's name, which they have where a parameter gave them theirs."""
+        """Return short names for variables that begin with the submodule's name, as those of weights."""
         prefix = re.sub(r"\W", "_", self.owner) + "_"
         short = {old: old.removeprefix(prefix) for old in self.defined}
         distinct = len({*short.values(), *self.free}) == len(short) + len(self.free)
@@ -76,18 +76,18 @@ class Run:
 
 
 def run_of(owner: str, lines: Sequence[Line], functions: Collection[str] = ()) -> Run:
-    """The reads and assignments of a submodule's lines.
+    """Return the run of a submodule's lines.
 
     Args:
-        owner: Fully qualified name of the submodule.
-        lines: They.
-        functions: Names in them that are the program's functions.
+        owner: The fully qualified name of the submodule.
+        lines: The lines.
+        functions: The names of the program's functions in the lines.
     """
     defined: dict[str, int] = {}
     free: dict[str, int] = {}
     form = []
     for line in lines:
-        for one in names_in(line.code):  # a line reads before it assigns
+        for one in names_in(line.code):  # a line reads before it assigns, and `names_in` keeps that order
             if not one.assigned and one.name not in defined and one.name not in functions:
                 free.setdefault(one.name, len(free))
         for one in names_in(line.code):
@@ -102,7 +102,7 @@ def run_of(owner: str, lines: Sequence[Line], functions: Collection[str] = ()) -
 
 @lru_cache(maxsize=1 << 14)
 def names_in(code: str) -> tuple[Name, ...]:
-    """The variables of a line, in order."""
+    """Return the variables of a line, in order."""
     found = [
         Name(node.col_offset, node.end_col_offset or 0, node.id, isinstance(node.ctx, ast.Store))
         for node in ast.walk(ast.parse(code.removeprefix("return ")))
@@ -122,20 +122,19 @@ def _renamed(code: str, names: Mapping[str, str]) -> str:
 
 
 def _generic(code: str, owner: str) -> str:
-    """Code with the submodule's name out of a variable."""
+    """Return code with the submodule's name replaced by a variable."""
     escaped = re.escape(owner)
     code = re.sub(rf"(['\"]){escaped}\1", _LAYER, code)
     return re.sub(rf"(['\"]){escaped}\.", rf"f\1{{{_LAYER}}}.", code)
 
 
-# Repeated layers as one function that is called in a loop, so that a program of many layers stays readable.
-#
-# It works on the lines of a program: runs of lines of ``blocks.0``, ``blocks.1``, ... that differ in nothing
-# but the layer's name and the variables are printed once. It changes neither what runs nor in which order.
+# Repeated layers become one function that a loop calls, so that a program of many layers stays readable. Runs
+# of ``blocks.0``, ``blocks.1``, ... are printed once if they differ only in the layer's name and the
+# variables. Folding changes neither the operators nor their order.
 
 
 _SHORTEST = 3
-"""Lines of a layer that is worth a function."""
+"""Minimum lines of a layer that becomes a function."""
 
 
 _FOLDED = re.compile(r"(.*?[A-Za-z_]\w*)\.(\d+)(?:\.|$)")
@@ -148,8 +147,8 @@ def fold(
 
     Args:
         lines: All lines of a function.
-        new_name: Hands out identifiers that nothing else uses.
-        known: Names of functions that the lines call.
+        new_name: A function that returns unused identifiers.
+        known: The names of functions that the lines call.
 
     Returns:
         The functions of the layers, and the lines with their calls.
@@ -174,14 +173,14 @@ def fold(
 
 
 def _pieces(lines: Sequence[Line], known: Collection[str]) -> Iterator[Run | list[Line]]:
-    """The lines cut into layers and what lies between."""
+    """Yield the layers among the lines, and the lines between layers."""
     for place, group in groupby(lines, key=lambda line: layer_of(line.module)):
         piece = list(group)
         yield piece if place is None else run_of(f"{place[0]}.{place[1]}", piece, known)
 
 
 def layer_of(module: str) -> tuple[str, int] | None:
-    """Which member of which list of layers a submodule is in.
+    """Return the list of layers that a submodule is in, and its index there; None outside of lists.
 
     Example:
         >>> layer_of("blocks.3.attn.q"), layer_of("head")
@@ -193,11 +192,11 @@ def layer_of(module: str) -> tuple[str, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """Equal layers, one after the other.
+    """Consecutive equal layers.
 
     Attributes:
         runs: The layers.
-        carried: Index of a free variable to that of the variable of the layer before that it is.
+        carried: The index of each free variable that the layer before defines, with the index there.
     """
 
     runs: tuple[Run, ...]
@@ -205,7 +204,7 @@ class _Chain:
 
 
 def _readers(pieces: Sequence[Run | list[Line]]) -> dict[str, set[int]]:
-    """Which pieces read a variable that they did not assign."""
+    """Return the pieces that read each variable without assigning it."""
     found: dict[str, set[int]] = {}
     for index, piece in enumerate(pieces):
         for line in piece.lines if isinstance(piece, Run) else piece:
@@ -216,11 +215,15 @@ def _readers(pieces: Sequence[Run | list[Line]]) -> dict[str, set[int]]:
 
 
 def _chain(pieces: Sequence[Run | list[Line]], start: int, readers: dict[str, set[int]]) -> _Chain | None:
-    """The longest chain of equal layers that begins here."""
+    """Return the longest chain of equal layers that begins here.
+
+    A loop can pass values from one layer to the next, but no other value out of a layer. So a chain ends
+    where a later line reads another result.
+    """
     first = pieces[start]
     if not isinstance(first, Run) or len(first.lines) < _SHORTEST:
         return None
-    if any("{" in line.code for line in first.lines):  # which would mean something else in an f-string
+    if any("{" in line.code for line in first.lines):  # a brace would open a field of the f-string
         return None
     runs = [first]
     carried: dict[int, int] | None = None
@@ -250,7 +253,7 @@ def _next(owner: str) -> tuple[str, int]:
 
 
 def _carried(before: Run, run: Run) -> dict[int, int] | None:
-    """Which free variables of a layer the one before made; None if another is not the same for both."""
+    """Return the free variables that the layer before defines; None if another one differs between both."""
     link = {}
     for index, (mine, its) in enumerate(zip(run.free, before.free, strict=True)):
         if mine in before.defined:
@@ -272,7 +275,7 @@ def _only_carried(run: Run, readers: dict[str, set[int]], reader: int | None, ca
 
 
 def _folded(chain: _Chain, new_name: Callable[[str], str]) -> tuple[Function, list[Line]]:
-    """The function of equal layers, and the loop that calls it."""
+    """Return the function of equal layers, and the loop that calls it."""
     first, last = chain.runs[0], chain.runs[-1]
     prefix, _, start = first.owner.rpartition(".")
     name = new_name(prefix.rpartition(".")[2])

@@ -1,6 +1,6 @@
-"""How a program looks on the page: its head, its lines, and their comments.
+"""Lay out a program as text: its head, its lines, and their comments.
 
-It owns text only; what the lines say comes from `emit`.
+`emit` decides the content of the lines.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def header(plan: ProgramPlan, title: str, imports: Sequence[str], *, training: b
     return f'''"""Emitted by nnx-nnscaler: the forward of {title or "a module"}, in {mode} mode.
 
 Policy {plan.policy!r}, for a plan unit of {ranks}. Every rank of the unit runs this same code on its own
-parts, so there is one file and not one for each rank.
+shards, so all ranks share one file.
 
-Comments give the shape that one process would see and how the ranks hold it: R every rank has the whole,
-P every rank has a summand, S(d) it is cut along dim d, S(d,g) each of g groups along d is cut.
-A method of rt named forward__backward changes that: the first half is what happens to the value, the
-second what happens to its gradient. A file that was edited is refused when it is reused.
+Comments give the global shape and its placement: R every rank has all elements (replicated), P every rank
+has a summand (partial), S(d) sharded along dim d, S(d,g) each of g groups along d is sharded.
+A method of rt named forward__backward converts it: the first half converts the value, the second its
+gradient. An edited file is refused when it is reused.
 """
 
 import torch
@@ -69,7 +69,7 @@ def _with_comment(code: str, comment: str) -> str:
     return f"{code.ljust(_COLUMN)} # {comment}" if comment else code
 
 
-# Submodules whose activations are not kept: their lines as functions that run again in the backward pass.
+# Make functions of submodules whose activations backward recomputes.
 
 
 log = logging.getLogger("nnx.nnscaler")
@@ -78,15 +78,15 @@ log = logging.getLogger("nnx.nnscaler")
 def fold_recomputed(
     lines: Sequence[Line], graph: Graph, patterns: Sequence[str], new_name: Callable[[str], str]
 ) -> tuple[list[Function], list[Line]]:
-    """Make functions of the lines of submodules that are to be recomputed.
+    """Make functions of the lines of submodules to recompute.
 
-    A submodule that writes to buffers stays as it is, since running it again would write again.
+    A submodule that writes to buffers keeps its activations, because a second run would write again.
 
     Args:
         lines: All lines of the program.
-        graph: The graph that it is the program of.
-        patterns: The patterns of fully qualified names of submodules.
-        new_name: Hands out identifiers that nothing else uses.
+        graph: The graph of the program.
+        patterns: Patterns of fully qualified names of submodules.
+        new_name: A function that returns unused identifiers.
 
     Returns:
         The functions, and the lines with their calls.
@@ -95,7 +95,7 @@ def fold_recomputed(
         return [], list(lines)
     writing = {recomputed_owner(op.module, patterns) for op in graph.ops if _writes(op, graph)} - {None}
     for name in sorted(filter(None, writing)):
-        log.warning("%s is not recomputed: it writes to a buffer, and would do so twice", name)
+        log.warning("recompute: skip %s, because it writes to a buffer and would write twice", name)
     functions: dict[tuple[object, ...], Function] = {}
     left: list[Line] = []
     groups = groupby(lines, key=lambda line: recomputed_owner(line.module, patterns))
@@ -122,7 +122,7 @@ def _read_in(lines: Iterable[Line]) -> set[str]:
 
 
 def _writes(op: Op, graph: Graph) -> bool:
-    """Return True if an operator changes a buffer."""
+    """Return True if an operator writes to a buffer."""
     name = op.target.rpartition(".")[0].rpartition(".")[2]
     in_place = name.endswith("_") and not name.startswith("__")
     return in_place or ("_norm" in name and any(operand in graph.buffers for operand in op.operands()))

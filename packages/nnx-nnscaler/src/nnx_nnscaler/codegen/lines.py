@@ -10,10 +10,10 @@ class Line(NamedTuple):
 
     Attributes:
         code: The statement.
-        comment: Describes its result.
-        module: Fully qualified name of the submodule that it belongs to.
-        source: The user's line that it comes from.
-        context: Context manager that it runs in.
+        comment: A description of its result.
+        module: The fully qualified name of its submodule.
+        source: The user's source line.
+        context: The context manager around it.
     """
 
     code: str
@@ -27,10 +27,10 @@ class Function(NamedTuple):
     """A function.
 
     Attributes:
-        name: Its name.
-        arguments: Its arguments.
-        comment: Describes it; empty for none.
-        lines: Its body.
+        name: The function's name.
+        arguments: The names of its arguments.
+        comment: A description of it; empty for none.
+        lines: The body.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""How operators are spelled in generated code: as a person would have written them.
+"""Write calls of torch's operators in generated code as a person would write them.
 
-This file owns the spelling of torch's operators. An operator that is not here is called by its full
-name, ``torch.ops.aten.name.overload(...)``, which is always right. It never changes the computation.
+An operator that is not in these tables is called by its full name, ``torch.ops.aten.name.overload(...)``,
+which is always correct. The spelling never changes the computation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from nnx_nnscaler.ir.graph import Argument
 
 Render = Callable[[Argument], str]
-"""Writes one argument as Python code."""
+"""A function that writes one argument as Python code."""
 
 
 _End = 2**63 - 1
@@ -48,7 +48,7 @@ INFIX = {
     "aten.__and__.Tensor": "&",
     "aten.__or__.Tensor": "|",
 }
-"""Operators of two operands, as long as they carry no further argument."""
+"""Operators with two operands, if they have no further argument."""
 
 
 PREFIX = {"aten.neg.default": "-", "aten.bitwise_not.default": "~"}
@@ -169,13 +169,13 @@ _REDUCTIONS = ("none", "mean", "sum")
 
 
 def spell(target: str, args: tuple[Argument, ...], kwargs: Mapping[str, Argument], render: Render) -> str:
-    """One call as Python code.
+    """Return one call as Python code.
 
     Args:
-        target: Name of the operator, such as ``"aten.linear.default"``.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        render: Writes one argument.
+        target: The name of the operator, such as ``"aten.linear.default"``.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        render: A function that writes one argument.
 
     Example:
         >>> spell("aten.add.Tensor", ("x", "y"), {}, str)
@@ -207,14 +207,14 @@ def _listed(args: tuple[Argument, ...], kwargs: Mapping[str, Argument], render: 
 
 
 def _operand(argument: Argument, render: Render) -> str:
-    """An operand of an infix operator, in parentheses where it needs them."""
+    """Return an operand of an infix operator, in parentheses if it needs them."""
     text = render(argument)
     is_plain = text.replace("_", "a").replace(".", "a").isalnum() or text.endswith("]")
     return text if is_plain else f"({text})"
 
 
 def _padded(args: tuple[Argument, ...], defaults: tuple[Argument, ...]) -> tuple[Argument, ...]:
-    """Positional arguments with the schema's defaults for those left out."""
+    """Return the positional arguments, completed with the schema's defaults."""
     return (*args, *defaults[len(args) - len(defaults) :]) if len(args) < len(defaults) else args
 
 
@@ -286,7 +286,7 @@ def _index(args: tuple[Argument, ...], kwargs: Mapping[str, Argument], render: R
 
 
 def _type_of(args: tuple[Argument, ...], kwargs: Mapping[str, Argument], render: Render) -> str | None:
-    """``to`` with everything spelled out; the layout is that of every tensor here."""
+    """Return a call of ``to`` with all keywords; the layout is omitted, because all tensors here have one."""
     kept = {name: value for name, value in kwargs.items() if name in ("dtype", "device")}
     if len(args) != 1 or not kept or any(kwargs.get(name) for name in ("non_blocking", "copy")):
         return None
@@ -306,4 +306,4 @@ CUSTOM: dict[str, Callable[[tuple[Argument, ...], Mapping[str, Argument], Render
     "aten.index.Tensor": _index,
     "aten.to.dtype_layout": _type_of,
 }
-"""Operators that take a form of their own; None where this use of one does not fit it."""
+"""Functions for operators with a form of their own; None if it does not fit a call."""

@@ -1,7 +1,7 @@
 """Write names, sizes and arguments of one program as Python code, for rules.
 
-`Names` hands out identifiers, `OpWriter` is the `nnx_nnscaler.rules.rule.Writer` of one operator. Neither
-knows placements beyond the size of a part.
+`Names` returns identifiers. `OpWriter` is the `nnx_nnscaler.rules.rule.Writer` of one operator. Neither knows
+placements beyond the size of a shard.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TAKEN = frozenset(
 
 
 class Names:
-    """Identifiers of one function: none twice, none that hides a builtin or a name that programs use.
+    """Identifiers of one function: unique, and none hides a builtin or a name that programs use.
 
     Example:
         >>> names = Names()
@@ -36,7 +36,7 @@ class Names:
         self._used: set[str] = set()
 
     def new(self, wish: str) -> str:
-        """An identifier as near to the wish as possible."""
+        """Return an identifier as close to the wish as possible."""
         name = re.sub(r"\W", "_", wish)
         if not name or name[0].isdigit():
             name = f"_{name}"
@@ -57,13 +57,13 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class BoundRef(Ref):
-    """A reference together with the code of the value in the placement that this use wants."""
+    """A reference with the code of the value in the placement of this use."""
 
     code: str = ""
 
 
 def bound(argument: Argument, codes: list[str]) -> Argument:
-    """An argument with every reference bound to the next of these codes."""
+    """Return an argument with every reference bound to the next of these codes."""
     if isinstance(argument, Ref):
         return BoundRef(argument.name, codes.pop(0))
     if isinstance(argument, list):
@@ -78,7 +78,7 @@ def bound(argument: Argument, codes: list[str]) -> Argument:
 
 
 def part_of(text: str, size: int) -> str:
-    """One rank's part of a size that is given as code.
+    """Return the code of one rank's shard of a size.
 
     Example:
         >>> part_of("16", 2), part_of("B", 2), part_of("B + 1", 2), part_of("B", 1)
@@ -92,12 +92,12 @@ def part_of(text: str, size: int) -> str:
 
 
 class OpWriter:
-    """Writes the code of one operator, whose references are bound already.
+    """Writes the code of one operator, whose references are already bound.
 
     Args:
-        size: Ranks of the unit.
-        codes: Code of every operand by its name in the graph, for references that a rule makes itself.
-        classes: Code of the classes of outputs, by `Make.type`.
+        size: The number of ranks of the unit.
+        codes: The code of every operand by its name in the graph, for references that a rule makes itself.
+        classes: The code of the classes of outputs, by `Make.type`.
     """
 
     def __init__(self, size: int, codes: dict[str, str], classes: Mapping[str, str]) -> None:
@@ -106,7 +106,7 @@ class OpWriter:
         self._classes = classes
 
     def value(self, argument: Argument) -> str:
-        """An argument as Python code."""
+        """Return an argument as Python code."""
         if isinstance(argument, Ref):
             return argument.code if isinstance(argument, BoundRef) else self._codes[argument.name]
         if isinstance(argument, (Size, Code)):
@@ -126,16 +126,16 @@ class OpWriter:
         return f"{self._classes[argument.type]}({', '.join(fields)})"
 
     def dim(self, dim: Dim, *, sharded: bool = False) -> str:
-        """A size as code: the global one, or that of one rank's part."""
+        """Return a size as code: the global one, or the size of one rank's shard."""
         return part_of(text_of(dim), self.size if sharded else 1)
 
     def shape(self, meta: TensorMeta, placement: Placement = R) -> str:
-        """A local shape as code."""
+        """Return a local shape as code."""
         cut = placement.dim if placement.is_shard else None
         return f"[{', '.join(self.dim(dim, sharded=i == cut) for i, dim in enumerate(meta.shape))}]"
 
     def call(self, op: Op) -> str:
-        """The operator itself on its arguments, in the most readable form."""
+        """Return the operator's call on its arguments, in the most readable form."""
         if op.target == "module":
             args = [self.value(argument) for argument in op.args]
             args += [f"{name}={self.value(argument)}" for name, argument in op.kwargs.items()]

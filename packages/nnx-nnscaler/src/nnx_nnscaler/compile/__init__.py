@@ -1,1 +1,1 @@
-"""From a module to a program that can be called: compiled once for each form of input, kept, found again."""
+"""Compile a module to a program for each form of input, store it, and find it again."""

@@ -1,8 +1,8 @@
-"""From a module and a call of it to a program that runs: trace, plan, emit, keep, load.
+"""Compile a call of a module to a program that runs: trace, plan, emit, store, load.
 
-`Store` keeps programs between runs. `Compiler` works in one process, `compile_together` lets one rank compile
-for all ranks of a group and brings its error to every one of them. Which plan is made, and what a program
-looks like, is the business of a `ProgramForm`, when to compile that of `nnx_nnscaler.compile.programs`.
+`Store` keeps programs between runs. `Compiler` works in one process. `compile_together` compiles on one rank
+for all ranks of a group, and raises its error on every one of them. A `ProgramForm` makes the plan and the
+source of a program. `nnx_nnscaler.compile.programs` decides when to compile.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ T = TypeVar("T")
 
 
 class ModelCall(NamedTuple):
-    """Arguments of a forward."""
+    """The arguments of a forward."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 class FixedLayout(NamedTuple):
-    """How the parameters lie already, so that every later program has to take them.
+    """The present placement of the parameters, which every later program has to use.
 
     Attributes:
-        stored: Placement of every parameter by fully qualified name.
-        synchronized: Parameters whose partial gradients the reducer sums.
+        stored: The placement of every parameter by fully qualified name.
+        synchronized: The parameters whose partial gradients the reducer sums.
         homes: The rank along the pipe that stores each parameter; None without a pipeline.
     """
 
@@ -61,12 +61,12 @@ class FixedLayout(NamedTuple):
 
     @classmethod
     def of(cls, plan: AnyPlan) -> FixedLayout:
-        """The layout that a plan asks for."""
+        """Return the layout of a plan."""
         return cls(dict(plan.stored), plan.synchronized, plan.homes)
 
 
 Planner = Callable[[Graph, FixedLayout | None], AnyPlan]
-"""Makes the plan of a graph; with a layout, one that takes parameters as they lie."""
+"""A function that plans a graph; with a layout, its plan keeps the placement of the parameters."""
 
 
 @dataclass(frozen=True)
@@ -74,39 +74,39 @@ class ProgramForm:
     """The form of plans and programs: one function for all ranks of a unit.
 
     Attributes:
-        planner: Makes plans.
+        planner: The function that makes plans.
     """
 
     planner: Planner
 
     def plan(self, graph: Graph, layout: FixedLayout | None) -> Any:
-        """The plan of a graph."""
+        """Return the plan of a graph."""
         return self.planner(graph, layout)
 
     def source(self, graph: Graph, plan: Any, *, title: str, recompute: Sequence[str]) -> str:
-        """The source of the program, as `emit` writes it."""
+        """Return the source of the program, as `emit` writes it."""
         return emit(graph, plan, title=title, recompute=recompute)
 
     def text(self, plan: Any) -> str:
-        """The plan as text."""
+        """Return the plan as text."""
         return any_plan_to_text(plan)
 
     def load(self, entry: Entry, graph: Graph, path: Path | None) -> tuple[Any, Program]:
-        """The plan and the program of what `source` and `text` wrote."""
+        """Return the plan and the program of texts by `source` and `text`."""
         return any_plan_from_text(entry.plan), load_program(entry.source, path=path)
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A program, ready to be called.
+    """A program that can be called.
 
     Attributes:
-        graph: The graph that was traced.
-        plan: Its plan.
-        program: The emitted function.
-        constants: The graph's constants, on the device that runs it.
-        source: The emitted source.
-        path: The path that it is kept at; None for a program that is in memory only.
+        graph: The traced graph.
+        plan: The plan of the graph.
+        program: The generated function.
+        constants: The graph's constants, on the device of the program.
+        source: The generated source.
+        path: The path of the source; None for a program in memory only.
     """
 
     graph: Graph
@@ -118,7 +118,7 @@ class Compiled:
 
     @classmethod
     def load(cls, entry: Entry, path: Path | None, device: torch.device, form: ProgramForm) -> Compiled:
-        """Make the texts of a program run."""
+        """Load a program from its texts."""
         graph = graph_from_json(entry.graph)
         constants = {name: tensor.to(device) for name, tensor in graph.constants.items()}
         plan, program = form.load(entry, graph, path)
@@ -130,18 +130,18 @@ class Compiler:
     """Compiles calls of one module.
 
     Attributes:
-        form: Makes plans and programs.
-        size: Ranks of a unit.
-        identity: What programs depend on besides the module, its inputs and the size: policy, options. JSON
-            values; see `code_digest` for functions.
+        form: The maker of plans and programs.
+        size: The number of ranks of a unit.
+        identity: JSON values that programs depend on besides the module, its inputs and the size: policy and
+        options. See `code_digest` for functions.
         store: The store of programs; None keeps them in memory.
         reuse: ``"match"``, ``"override"``, ``"moo"`` or ``"graph"``.
-        fixed_batch: True if a program is for one batch size only.
-        recompute: Patterns of names of submodules whose activations are recomputed in the backward pass.
-        needs_first: True if no later call can have a program where the first one has none.
-        strict: True if no submodule may stay whole, as for `trace_forward`.
-        check: Called with the module, the graph, the plan and the call before a program is used; raises where
-            it is wrong. None checks nothing.
+        fixed_batch: True if a program serves one batch size only.
+        recompute: Patterns of names of submodules whose activations backward recomputes.
+        needs_first: True if no later call can have a program if the first has none.
+        strict: True if no submodule may fall back to eager, as for `trace_forward`.
+        check: A function that raises for a wrong program, called with the module, the graph, the plan and the
+            call before first use; None checks nothing.
     """
 
     form: ProgramForm
@@ -154,7 +154,7 @@ class Compiler:
     needs_first: bool = False
     strict: bool = False
     check: Callable[[nn.Module, Graph, AnyPlan, ModelCall], None] | None = None
-    _told: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def compile(
         self,
@@ -165,18 +165,18 @@ class Compiler:
         fixed_batch: bool = False,
         device: torch.device | None = None,
     ) -> tuple[Entry, Path | None]:
-        """The texts of the program of one call, from the store where it may be used, else made now.
+        """Return the texts of the program of one call, from the store or newly compiled, with its path.
 
         Args:
-            root: The module; its parameters may lie in parts, only their logical shapes are read.
-            call: The arguments that it is called with.
-            layout: The layout that its parameters have already.
-            fixed_batch: Trace this batch size only.
-            device: The device that the program runs on; by default the one that the module is on.
+            root: The module. Its parameters may be sharded, because only logical shapes are read.
+            call: The arguments of the call.
+            layout: The present layout of the parameters.
+            fixed_batch: True to trace this batch size only.
+            device: The device of the program; by default the module's.
 
         Raises:
             UnsupportedError: The forward cannot be traced.
-            PlanError: No plan fits, or what the store holds is broken.
+            PlanError: No plan fits, or the stored program is broken.
         """
         fixed_batch = fixed_batch or self.fixed_batch
         traced_from = {
@@ -191,7 +191,7 @@ class Compiler:
         key = key_of(made_from)
         kept = self._kept(key)
         if kept is not None and self.store is not None:
-            log.info("the program in %s is used again", self.store.path(key))
+            log.info("compile: reuse the program in %s", self.store.path(key))
             return kept, self.store.path(key)
         entry = self._make(root, call, layout, traced_from, fixed_batch, device)
         path = None if self.store is None else self.store.write(key, entry, made_from)
@@ -206,7 +206,7 @@ class Compiler:
         except PlanError as error:
             if self.reuse != "moo":
                 raise
-            log.warning("%s Made anew, because of reuse='moo'.", error.message)
+            log.warning("%s Compiled again, because of reuse='moo'.", error.message)
             return None
 
     def _make(
@@ -218,7 +218,7 @@ class Compiler:
         fixed_batch: bool,
         device: torch.device | None,
     ) -> Entry:
-        """Trace, plan, check and emit; what fails unforeseen means that the forward runs whole."""
+        """Trace, plan, check and emit; an unforeseen error becomes the reason to fall back to eager."""
         try:
             return self._made(root, call, layout, traced_from, fixed_batch, device)
         except NnxError:
@@ -227,7 +227,7 @@ class Compiler:
             log.debug("compiling failed", exc_info=True)
             first = next(iter(str(error).splitlines()), "")
             raise UnsupportedError(
-                f"compiling it failed unforeseen, with {type(error).__name__}: {first}.",
+                f"the compiler raised an unforeseen {type(error).__name__}: {first}.",
                 remedy="Please report it with the model, and the traceback that logger 'nnx.nnscaler' shows "
                 "at level DEBUG.",
             ) from error
@@ -249,18 +249,18 @@ class Compiler:
         else:
             graph = graph_from_json(text)
         plan = self.form.plan(graph, layout)
-        self._tell_unsupported(graph)
+        self._warn_unsupported(graph)
         if self.check is not None and layout is None:
             self.check(root, graph, plan, call)
         source = self.form.source(graph, plan, title=_title(root), recompute=self.recompute)
         return Entry(source=source, plan=self.form.text(plan), graph=text)
 
-    def _tell_unsupported(self, graph: Graph) -> None:
-        """Say once which operators nobody knows how to split, and not again of the evaluation."""
+    def _warn_unsupported(self, graph: Graph) -> None:
+        """Warn once about operators without a rule; evaluation does not repeat the warning of training."""
         message = unsupported_message(graph, self.size) if self.size > 1 else ""
-        if message and message not in self._told and (graph.training or not self._told):
+        if message and message not in self._warned and (graph.training or not self._warned):
             log.warning(message)
-        self._told.add(message)
+        self._warned.add(message)
 
 
 def compile_together(
@@ -276,32 +276,32 @@ def compile_together(
     """Compile on the first rank of a group, and load the program on all of them. Collective.
 
     Args:
-        compiler: The compiler; only the first rank's is used.
+        compiler: The compiler; the first rank's counts.
         root: The module.
-        call: Arguments; the other ranks' are not looked at.
+        call: The arguments; the first rank's count.
         group: A group whose collectives take CPU tensors.
-        device: The device that the program runs on, on this rank.
-        layout: The layout that the parameters have already.
-        fixed_batch: Trace this batch size only.
+        device: This rank's device for the program.
+        layout: The present layout of the parameters.
+        fixed_batch: True to trace this batch size only.
 
     Raises:
         PlanError: The ranks' modules differ, or no plan fits.
         UnsupportedError: The forward cannot be traced.
     """
-    if layout is None:  # later, a trace may have left its marks on the rank that traced
+    if layout is None:  # later calls cannot compare: a trace changes modules on the rank that traced
         _check_agreement(root, group)
     made: tuple[Entry, Path | None] | None = None
     with together(group, doing="compiling the forward"):
         if group is None or dist.get_rank(group) == 0:
             made = compiler.compile(root, call, layout=layout, fixed_batch=fixed_batch, device=device)
     found = _from_first(made, group)
-    assert found is not None  # or its error had been raised
+    assert found is not None  # `together` has raised the first rank's error
     entry, path = found
     return Compiled.load(entry, path, device, compiler.form)
 
 
 def _check_agreement(root: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """All ranks must have the same module, or their collectives would not match."""
+    """Refuse modules that differ between ranks, because their collectives would not match."""
     mine = ""
     with together(group, doing="reading the module"):
         mine = f"{fingerprint(root, (), {}, deep=False)} {caller_modes()}"
@@ -309,7 +309,7 @@ def _check_agreement(root: nn.Module, group: dist.ProcessGroup | None) -> None:
     others = [rank for rank, other in enumerate(prints) if other != prints[0]]
     if others:
         raise PlanError(
-            f"{type(root).__name__} is not the same on all ranks: rank 0 has another one than "
+            f"{type(root).__name__} differs between ranks: rank 0 has another one than "
             f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))} (code, shapes, "
             "requires_grad, training flags, grad mode or autocast differ).",
             remedy="Build the same module on every rank.",
@@ -336,14 +336,14 @@ def code_digest(function: Callable[..., Any]) -> str:
 
 
 def _constant(item: object) -> object:
-    """A constant of a function's code in a form whose repr is the same in every process."""
+    """Return a constant of a function's code in a form whose repr is the same in every process."""
     if hasattr(item, "co_code"):
         return item.co_code
     return sorted(map(repr, item)) if isinstance(item, frozenset) else item
 
 
 def _hooked(root: nn.Module) -> list[str]:
-    """Submodules with hooks, which a program has to call as they are."""
+    """Return the names of submodules with hooks, which a program has to call as they are."""
     return [name for name, module in root.named_modules() if name and hooks_of_the_user(module)]
 
 

@@ -1,8 +1,9 @@
-"""Run the program that fits a call in place of a module's forward, or the module's own forward.
+"""Run the program for a call in place of a module's forward, or fall back to the module's own forward.
 
-`Programs` stands in for ``module.forward`` on the instance. It looks up the program for what a call looks
-like, has one compiled where there is none, and otherwise lets the user's own forward run whole on every rank
-of the unit, which is always right and only slower; it says once why. It plans nothing, stores no parameter.
+`Programs` replaces ``module.forward`` on the instance. It looks up the program for the form of a call, and
+compiles a missing one. If that fails, the user's own forward runs in eager mode on every rank of the unit:
+the result is correct and only slower, and a log line says why, once. It plans nothing and stores no
+parameter.
 """
 
 from __future__ import annotations
@@ -42,28 +43,28 @@ __all__ = [
 
 log = logging.getLogger("nnx.nnscaler")
 
-_WHOLE = "runs whole on every rank of its unit, which is right but slower"
+_FALLS_BACK = "falls back to eager on every rank of its unit, which is correct but slower"
 _UNSET = ("an attribute that has its class's value",)
 MOST_VARIANTS = 8
-"""Programs of one module; a call that looks like none of them runs whole from then on."""
+"""Maximum programs of one module; a call of a further form falls back to eager."""
 
 
 class Programs:
     """The programs of one module on one rank.
 
     Args:
-        root: The module whose forward they are.
-        compiler: Makes them.
-        runtime: The runtime that programs communicate with.
-        device: The device that they run on.
+        root: The module whose forward they replace.
+        compiler: The compiler of the programs.
+        runtime: The runtime for the programs' communication.
+        device: The device of the programs.
         unit: The ranks that work on one batch together, as a group whose collectives take CPU tensors; None
             for a unit of one rank.
-        world: All ranks, likewise: the first program is compiled once for all of them, because parameters
-            have to lie alike in every unit.
-        local: The context that a program runs in: inside it parameters are this rank's parts.
-        speaks: True if this rank tells the user what runs whole.
+        world: All ranks, as a group of the same kind. The first program is compiled once for all of them,
+            because parameters need the same placement in every unit.
+        local: The context of a program, in which parameters are this rank's shards.
+        speaks: True if this rank logs each fallback to eager.
         layout: The placement of parameters, if another module's programs have decided it.
-        otherwise: The words that tell the user how a call runs that no program fits; the cause follows them.
+        otherwise: The beginning of the log line about a call without a program; the cause follows it.
     """
 
     def __init__(
@@ -83,16 +84,16 @@ class Programs:
         self.root = root
         self.layout = layout or FixedLayout({}, frozenset())
         self.causes: list[str] = []
-        self.summary = "the forward runs whole on each rank"
-        self._said: set[str] = set()
-        self._otherwise = otherwise or f"{type(root).__name__} {_WHOLE}"
+        self.summary = "the forward runs in eager mode on each rank"
+        self._logged: set[str] = set()
+        self._otherwise = otherwise or f"{type(root).__name__} {_FALLS_BACK}"
         self._compiler = compiler
         self._runtime = runtime
         self._device = device
         self._unit = unit
         self._world = world
         self._local = local
-        self._speaks = runtime.rank == 0 if speaks is None else speaks
+        self._logs = runtime.rank == 0 if speaks is None else speaks
         self._weights: Mapping[str, Tensor] = {}
         self._variants: dict[Any, list[Variant]] = {}
         self._refused: dict[Any, str] = {}
@@ -101,25 +102,25 @@ class Programs:
         self._signature = _signature_of(self._own)
         self._kept: frozenset[str] = frozenset()
         self._tree = _Tree(root)
-        self._arrive: Callable[[str], None] = _alone
+        self._arrive: Callable[[str], None] = _no_check
 
     @property
     def variants(self) -> list[Compiled]:
-        """The programs that exist, in the order they were made."""
+        """The existing programs, the oldest first."""
         found = [variant for variants in self._variants.values() for variant in variants]
         return [variant.compiled for variant in sorted(found, key=lambda variant: variant.number)]
 
     def prepare(self, call: ModelCall, *, bring: Callable[[], bool] | None = None) -> Compiled | None:
-        """Compile the first program, once for the whole world, before parameters are laid out. Collective.
+        """Compile the first program, once for the whole world, before parameters are sharded. Collective.
 
         Args:
-            call: The call.
-            bring: Called where it cannot be traced. It gives the parameters values on the device, with which
-                more can be, and returns whether they had none before.
+            call: The arguments of the call.
+            bring: A function for a call that cannot be traced. It gives the parameters values on the device,
+                so that more code can be traced, and returns True if they had no values before.
 
         Returns:
-            The program, whose plan says how parameters have to lie; None where the forward cannot be traced,
-            so that such calls will run whole, and parameters stay so.
+            The program, whose plan places the parameters; None if the forward cannot be traced. Then such
+            calls fall back to eager, and parameters stay unsharded.
         """
         call = self._bound(call)
         try:
@@ -144,25 +145,25 @@ class Programs:
         return compiled
 
     def attach(self, weights: Mapping[str, Tensor], *, arrive: Callable[[str], None] | None = None) -> None:
-        """Take the forward's place on the instance.
+        """Replace the forward on the instance.
 
         Args:
-            weights: This rank's part of every parameter and buffer, by fully qualified name; read at each
-                use.
-            arrive: `CollectiveOrder.arrive`; a program's collectives need all ranks of the unit.
+            weights: This rank's shard of every parameter, and every buffer, by fully qualified name; read at
+                each use.
+            arrive: `CollectiveOrder.arrive`, because a program's collectives need all ranks of the unit.
         """
-        self._weights, self._arrive = weights, arrive or _alone
+        self._weights, self._arrive = weights, arrive or _no_check
         self._tree = _Tree(self.root, besides=self._kept)
         self._own = self.root.forward
         self.root.forward = _Forward(self)
 
     def detach(self) -> None:
-        """Give the module its own forward back."""
+        """Restore the module's own forward."""
         if isinstance(self.root.__dict__.get("forward"), _Forward):
             _restore(self.root, self._own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the module on these arguments."""
+        """Return the result of the module's forward on these arguments."""
         return self.run(ModelCall(args, kwargs), lambda: self._own(*args, **kwargs))
 
     def run(self, call: ModelCall, otherwise: Callable[[], Any]) -> Any:
@@ -173,7 +174,7 @@ class Programs:
         if not variant.runs:
             variant.runs = True
             for note in (*variant.compiled.graph.notes, *variant.compiled.plan.notes):
-                self._say(f"{type(self.root).__name__}: {note}")
+                self._log_once(f"{type(self.root).__name__}: {note}")
         name = type(self.root).__name__
         self._arrive(f"the forward of {name}")
         with self._local():
@@ -185,12 +186,12 @@ class Programs:
         return outputs
 
     def _find(self, call: ModelCall) -> tuple[Variant | None, list[Tensor]]:
-        """The program that fits a call and the tensors to call it with; none where it has to run whole."""
+        """Return the program for a call and its tensors; None to fall back to eager."""
         if torch.compiler.is_compiling() or has_any_global_hook():
-            self._warn("a trace of the model, or a hook on all modules, has to see every submodule's call")
+            self._warn("a trace of the model, or a hook on all modules, needs every submodule's call")
             return None, []
         if self._tree.changed():
-            self._warn("the module's tree changed after it was planned")
+            self._warn("a submodule or parameter of the module was replaced after planning")
             return None, []
         call = self._bound(call)
         try:
@@ -207,10 +208,10 @@ class Programs:
         return None if hindrance else found, tensors
 
     def _compiled_for(self, key: Any, call: ModelCall) -> Variant | None:
-        """A program for a call that none fits, compiled now; None where there can be none."""
+        """Compile a program for a call that fits no program; return None if that is impossible."""
         cause = self._never or self._refused.get(key)
         if cause is None and max(len(self.variants), len(self._refused)) >= MOST_VARIANTS:
-            cause = f"{MOST_VARIANTS} programs were made or tried already, and none fits"
+            cause = f"{MOST_VARIANTS} programs were compiled or tried already, and none fits"
         if cause is None:
             self._arrive(f"the compilation of {type(self.root).__name__}")
             try:
@@ -218,7 +219,7 @@ class Programs:
                 return self._keep(key, compiled)
             except UnsupportedError as error:
                 cause = str(error)
-                if cause in self._refused.values():  # then it is not in what calls differ in
+                if cause in self._refused.values():  # two forms fail alike: other calls would fail too
                     self._never = cause
                 self._refused[key] = cause
         self._warn(cause)
@@ -246,14 +247,14 @@ class Programs:
     def _keep(self, key: Any, compiled: Compiled) -> Variant:
         name = type(self.root).__name__
         for fqn, reason in compiled.graph.kept.items():
-            self._say(f"{fqn} of {name} runs whole on every rank of its unit: {reason}")
+            self._log_once(f"{fqn} of {name} falls back to eager on every rank of its unit: {reason}")
         variant = Variant(compiled, number=len(self.variants))
         self._variants.setdefault(key, []).append(variant)
         return variant
 
     @contextmanager
     def own_forward(self) -> Iterator[None]:
-        """The module with its own forward, for a trace."""
+        """Context manager that restores the module's own forward, for a trace."""
         standing = self.root.__dict__.get("forward")
         if not isinstance(standing, _Forward):
             yield
@@ -265,20 +266,20 @@ class Programs:
             self.root.forward = standing
 
     def _bound(self, call: ModelCall) -> ModelCall:
-        """The same call with arguments that are given by name in the places they have."""
+        """Return the same call with keyword arguments moved to their positions."""
         if not call.kwargs or self._signature is None:
             return call
         try:
             bound = self._signature.bind(*call.args, **call.kwargs)
         except TypeError:
-            return call  # the forward itself will say what is wrong
+            return call  # the forward itself raises the clearer error
         return ModelCall(bound.args, bound.kwargs)
 
     def _key(self, call: ModelCall) -> tuple[Any, list[Tensor]]:
         """Return the form of a call without sizes, and its tensors.
 
         Raises:
-            TypeError: An argument is something else than a tensor, a plain value or a container of them.
+            TypeError: An argument is not a tensor, a plain value or a container of them.
         """
         leaves, spec = tree_flatten((call.args, call.kwargs))
         tensors: list[Tensor] = []
@@ -298,25 +299,27 @@ class Programs:
         hash(key)
         return key, tensors
 
+    # The key must hold everything that decides which operators a trace records. The modes (autocast, grad)
+    # and the module's state belong to it: a program of another state would be silently wrong.
     def _warn(self, cause: str) -> None:
         if cause in self.causes:
             return
         self.causes.append(cause)
-        self._say(f"{self._otherwise}: {cause}")
+        self._log_once(f"{self._otherwise}: {cause}")
 
-    def _say(self, text: str) -> None:
-        """Tell the user once."""
-        if text not in self._said and self._speaks:
+    def _log_once(self, text: str) -> None:
+        """Log a warning once, on the ranks that log."""
+        if text not in self._logged and self._logs:
             log.warning(text)
-        self._said.add(text)
+        self._logged.add(text)
 
 
-def _alone(place: str) -> None:
-    """Compare nothing: no other rank has programs of this module yet."""
+def _no_check(place: str) -> None:
+    """Check nothing, because no other rank has programs of this module yet."""
 
 
 def _at_backward(outputs: Any, function: Callable[[], None]) -> None:
-    """Call a function once, when a backward comes to the first of these outputs."""
+    """Call a function once, when a backward reaches the first of these outputs."""
     nodes = {leaf.grad_fn for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor) and leaf.grad_fn}
     waiting = [function]
 
@@ -329,7 +332,7 @@ def _at_backward(outputs: Any, function: Callable[[], None]) -> None:
 
 
 class _Forward:
-    """Stands in for a module's forward; a copy of the module gets its own forward back."""
+    """Replaces a module's forward; a copy of the module gets its own forward back."""
 
     def __init__(self, programs: Programs) -> None:
         self.programs = programs
@@ -349,11 +352,11 @@ class _Forward:
 
 
 class _Tree:
-    """The parts of a module tree that decide whether a program still stands for it.
+    """The state of a module tree that decides if a program still fits it.
 
     Args:
-        root: Its hooks run as ever, outside the forward, so they do not matter.
-        besides: Names of submodules that stay whole, so that what they read does not matter.
+        root: The root of the tree. Its own hooks run outside of the forward, so they do not count.
+        besides: Names of submodules that run in eager mode, so that the values they read do not count.
     """
 
     def __init__(self, root: nn.Module, *, besides: frozenset[str] = frozenset()) -> None:
@@ -372,17 +375,17 @@ class _Tree:
         self._read = read_by_forward(root, besides=besides)
 
     def changed(self) -> bool:
-        """Return True if a submodule or a parameter is another one now."""
+        """Return True if a submodule or a parameter was replaced."""
         for now, before in (*self._children, *self._parameters):
             if len(now) != len(before) or not all(map(is_, now.values(), before)):
                 return True
         return False
 
     def state(self) -> tuple[Any, ...]:
-        """Training flags, which submodules have hooks, and values that the forward may read.
+        """Return the training flags, the submodules with hooks, and values that the forward may read.
 
         Raises:
-            TypeError: There is too much in one of them.
+            TypeError: A value is too large to compare.
         """
         flags = tuple([space["training"] for space in self._spaces])
         hooked = tuple(
@@ -398,7 +401,7 @@ class _Tree:
                 )
             ]
         )
-        known: dict[int, Any] = {}  # submodules often share one configuration
+        known: dict[int, Any] = {}  # submodules often share one configuration: read it once
         values = [space.get(name, _UNSET) for space, name in self._read]
         for value in values:
             if id(value) not in known:
@@ -414,12 +417,12 @@ def _restore(root: nn.Module, own: Callable[..., Any]) -> None:
 
 
 def _is_of_class(root: nn.Module, own: Callable[..., Any]) -> bool:
-    """Return True if a module's forward is simply that of its class."""
+    """Return True if a module's forward is its class's own."""
     return isinstance(own, MethodType) and own.__self__ is root and own.__func__ is type(root).forward
 
 
 def _is_single(tensors: list[Tensor]) -> bool:
-    """Return True if the batch is of one: a program for a symbolic size stands for two or more."""
+    """Return True for a batch of one: torch specializes it, so a symbolic size means two or more."""
     return any(tensor.ndim > 0 and tensor.shape[0] == 1 for tensor in tensors[:1])
 
 
@@ -430,7 +433,7 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-# One program and the calls that it is for: a check of sizes that costs next to nothing.
+# Sizes are checked by one generated expression, because every call of a program needs the check.
 
 
 @dataclass(slots=True)
@@ -439,8 +442,8 @@ class Variant:
 
     Attributes:
         compiled: The program.
-        number: When it was made among those of its module.
-        runs: True once it has run.
+        number: Its index among the programs of its module, in order of compilation.
+        runs: True after its first call.
     """
 
     compiled: Compiled
@@ -454,7 +457,7 @@ class Variant:
         fitting = [*_shape_conditions(graph), *(f"({guard})" for guard in graph.guards)]
         self._fits = _function(graph, " and ".join(fitting) or "True")
         conditions = [
-            (f"{symbol} >= 2", f"its batch has a size of {{{symbol}}}, and programs are for two or more")
+            (f"{symbol} >= 2", f"its batch has a size of {{{symbol}}}, and programs need two or more")
             for symbol in graph.symbols
         ]
         conditions += [
@@ -465,11 +468,11 @@ class Variant:
         self._hindrance = _function(graph, f"{reasons}''")
 
     def shapes_fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if tensors have the program's sizes, and its symbols values that it was traced for."""
+        """Return True if tensors have the program's sizes, and its symbols have traced values."""
         return self._fits(*[tensor.shape for tensor in tensors])
 
     def hindrance(self, tensors: Sequence[Tensor]) -> str:
-        """Why the program must not run at these sizes; empty where it may."""
+        """Return the reason why the program must not run at these sizes; empty if there is none."""
         return self._hindrance(*[tensor.shape for tensor in tensors])
 
 
@@ -482,7 +485,7 @@ def _shape_conditions(graph: Graph) -> list[str]:
 
 
 def _function(graph: Graph, result: str) -> Callable[..., Any]:
-    """A function of the shapes of the inputs, with the graph's symbols bound."""
+    """Return a function of the shapes of the inputs, with the graph's symbols bound."""
     names = inputs_of(graph)
     arguments = ", ".join(f"shape_{index}" for index in range(len(names)))
     lines = [f"def function({arguments}):"]

@@ -1,10 +1,10 @@
-"""The store of compiled programs on disk: where each is, and when it may be used again.
+"""Store compiled programs on disk, and refuse those that changed.
 
     <savedir>/<class>/<instance or _>/<key>/{forward.py, plan.json, graph.json, meta.json}
 
-The key is a digest of all that a program was made from, so another model, shape, policy or version has a
-folder of its own and nothing can be stale. ``meta.json`` says what that was and holds a checksum of every
-other file. Weights are never stored.
+The key is a digest of everything that a program depends on. So another model, shape, policy or version has
+its own folder, and no program is stale. ``meta.json`` lists these facts, and a checksum of every other file.
+Weights are never stored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Entry:
     """The texts of one program.
 
     Attributes:
-        source: Python source.
+        source: The Python source.
         plan: The plan as JSON.
         graph: The graph as JSON.
     """
@@ -44,7 +44,7 @@ class Entry:
 
 
 def key_of(made_from: Mapping[str, Any]) -> str:
-    """Return the name of the folder for results of this key.
+    """Return the name of the folder for programs that depend on these facts.
 
     Example:
         >>> key_of({"policy": "tp"}) == key_of({"policy": "tp"}) != key_of({"policy": "dp"})
@@ -58,9 +58,9 @@ class Store:
     """The programs of one instance of a class.
 
     Args:
-        savedir: The folder that holds everything.
-        owner: Qualified name of the class whose forward it is.
-        instance: Tells instances of one class apart.
+        savedir: The folder of all programs.
+        owner: The qualified name of the module's class.
+        instance: A name that tells instances of one class apart.
     """
 
     def __init__(self, savedir: str | Path, *, owner: str, instance: str | None = None) -> None:
@@ -68,14 +68,14 @@ class Store:
         self.folder = folder / _as_name(owner) / _as_name(instance or "_")
 
     def path(self, key: str) -> Path:
-        """Where the source of a program lies."""
+        """Return the path of a program's source."""
         return self.folder / key / _FILES["source"]
 
     def read(self, key: str) -> Entry | None:
-        """The program of that key; None where there is none.
+        """Return the program of a key; None if there is none.
 
         Raises:
-            PlanError: The file there is broken, edited or from elsewhere.
+            PlanError: The files there are broken, edited or copied from elsewhere.
         """
         folder = self.folder / key
         while folder.exists():
@@ -83,7 +83,7 @@ class Store:
             try:
                 return self._read(folder, key)
             except PlanError:
-                # Otherwise another process took it away meanwhile, to put a new one in its place.
+                # Otherwise another process has just replaced the folder: read again.
                 if folder.exists() and _stamp(folder) == seen:
                     raise
         return None
@@ -95,13 +95,13 @@ class Store:
         return Entry(**{name: _read_checked(folder, file, meta) for name, file in _FILES.items()})
 
     def find_graph(self, traced_from: Mapping[str, Any]) -> str | None:
-        """A graph that was traced from just this, from a program of any policy.
+        """Return a graph with exactly this origin, from a program of any policy; None if there is none.
 
         Raises:
-            PlanError: There is one, and it is broken.
+            PlanError: The file exists and is broken.
         """
         for path in sorted(self.folder.glob("*/meta.json")):
-            if path.parent.name.startswith("."):  # being written
+            if path.parent.name.startswith("."):  # another process still writes it
                 continue
             meta = _read_meta(path.parent)
             if all(meta["made_from"].get(name) == value for name, value in traced_from.items()):
@@ -109,9 +109,9 @@ class Store:
         return None
 
     def write(self, key: str, entry: Entry, made_from: Mapping[str, Any]) -> Path:
-        """Keep a program, in place of one of the same key, and return the path of its source.
+        """Store a program, replace one of the same key, and return the path of its source.
 
-        Several processes may write at once: each file that can be seen is whole.
+        Several processes may write at once. A folder appears only when it is complete.
         """
         texts = {file: getattr(entry, name) for name, file in _FILES.items()}
         sums = {file: _sum(text) for file, text in texts.items()}
@@ -141,14 +141,14 @@ class Store:
             old = Path(tempfile.mkdtemp(prefix=".old-", dir=self.folder))
             try:
                 place.rename(old / "entry")
-            except FileNotFoundError:  # another process took it away just now
+            except FileNotFoundError:  # another process has just removed it
                 pass
             finally:
                 shutil.rmtree(old, ignore_errors=True)
 
 
 def _stamp(folder: Path) -> tuple[int, int] | None:
-    """Return a value that changes when a folder is replaced by another."""
+    """Return a value that changes when another folder replaces a folder."""
     try:
         found = folder.stat()
     except OSError:
@@ -183,8 +183,8 @@ def _read_checked(folder: Path, file: str, meta: Mapping[str, Any]) -> str:
 
 def _refused(path: Path, reason: str) -> PlanError:
     return PlanError(
-        f"{path} is not used: {reason}.",
-        remedy=f"Delete the folder {path.parent}, or set reuse='override' or 'moo' to have it made anew.",
+        f"cannot reuse {path}: {reason}.",
+        remedy=f"Delete the folder {path.parent}, or set reuse='override' or 'moo' to compile again.",
     )
 
 

@@ -1,1 +1,1 @@
-"""The graph of a traced program, placements of its tensors, and the plan of it: data only."""
+"""The graph of a traced program, the placements of its tensors, and its plan: data only."""

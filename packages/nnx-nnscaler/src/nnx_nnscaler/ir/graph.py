@@ -1,8 +1,8 @@
-"""The graph between the parts: what `trace` produces, `rules` and `plan` annotate, `codegen` prints.
+"""The graph of a traced forward: `trace` makes it, `rules` and `plan` annotate it, `codegen` prints it.
 
-It is data: operators in order of execution, with fully qualified module names, source lines and shapes.
-Sizes that depend on the batch are expressions in named symbols, so there are no operators on integers.
-Tensors do not live here, except small constants that the traced code made itself.
+It is data: operators in order of execution, with fully qualified module names, source lines and shapes. Sizes
+that depend on the batch are expressions in named symbols, so there are no operators on integers. It holds no
+tensors except small constants that the traced code made itself.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Size:
     """A size that is known only at run time.
 
     Attributes:
-        expr: Python expression in the graph's symbols, such as ``"B"`` or ``"16*B"``.
-        hint: Its value for the sample that was traced.
+        expr: A Python expression in the graph's symbols, such as ``"B"`` or ``"16*B"``.
+        hint: The value for the traced sample.
     """
 
     expr: str
@@ -31,25 +31,25 @@ Dim = int | Size
 
 
 def hint_of(dim: Dim) -> int:
-    """A dim's value for the traced sample."""
+    """Return the value of a dim for the traced sample."""
     return dim if isinstance(dim, int) else dim.hint
 
 
 def text_of(dim: Dim) -> str:
-    """A dim as Python code over the graph's symbols."""
+    """Return a dim as Python code over the graph's symbols."""
     return str(dim) if isinstance(dim, int) else dim.expr
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """The value of an input, a parameter, a buffer, a constant or an operator, by its name."""
+    """A reference by name to an input, a parameter, a buffer, a constant or an operator."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """An argument printed as it is: ``torch.float32``, ``torch.contiguous_format``, ``rt.device``."""
+    """An argument that is printed verbatim: ``torch.float32``, ``torch.contiguous_format``, ``rt.device``."""
 
     text: str
 
@@ -59,8 +59,8 @@ class Make:
     """An object that is no list, tuple or dict: a dataclass, a named tuple, a `ModelOutput`.
 
     Attributes:
-        type: Where its class is, ``"package.module:Class"``.
-        fields: Keyword arguments that make it; nested Arguments.
+        type: The path of its class, ``"package.module:Class"``.
+        fields: The keyword arguments of the class; nested Arguments.
     """
 
     type: str
@@ -69,18 +69,18 @@ class Make:
 
 Argument = Any
 """Ref, Code, Size, int, float (inf and nan too), complex, bool, str or None, or a (nested) list, tuple or
-dict of them; among outputs and arguments of whole submodules also Make."""
+dict of them. Outputs and arguments of replicated submodules may also contain Make."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Shape and dtype of a value as one process would see it: the global shape.
+    """The global shape and the dtype of a value.
 
     Attributes:
-        shape: Its dims.
-        dtype: Name of the torch dtype, such as ``"float32"``.
-        differentiable: True if autograd follows it: it is floating point and depends on something
-            that may require gradients.
+        shape: The dims.
+        dtype: The name of the torch dtype, such as ``"float32"``.
+        differentiable: True if autograd follows it: it is floating point and depends on a tensor that may
+            require gradients.
     """
 
     shape: tuple[Dim, ...]
@@ -98,17 +98,17 @@ class Op:
     """One operator.
 
     Attributes:
-        name: Python identifier of its (first) result. An operator with several results is followed by
-            operators with target ``"getitem"``, whose args are ``(Ref, index)``.
-        target: ``"aten.linear.default"``-like name of a torch operator, ``"getitem"``, or ``"module"``: a
-            submodule that runs whole, as its author wrote it, with args of its forward; `module` names it.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
+        name: A Python identifier of its (first) result. Operators with target ``"getitem"`` and args
+            ``(Ref, index)`` follow an operator with several results.
+        target: The name of a torch operator such as ``"aten.linear.default"``, or ``"getitem"``, or
+            ``"module"``: a submodule in eager mode with args of its forward; `module` names it.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
         output: The result: one meta, or a tuple of metas for several results (None for a non-tensor).
-        module: Fully qualified name of the innermost submodule whose forward called it; ``""`` is the root.
-        source: Where the user's code calls it: ``"file.py:12: x = self.proj(y)"``.
-        context: A context manager, as Python code, that the operator has to run in, because the user's code
-            says so: ``'torch.autocast("cpu", enabled=False)'``. Almost always empty.
+        module: The fully qualified name of the innermost calling submodule; ``""`` is the root.
+        source: The user's line that calls it: ``"file.py:12: x = self.proj(y)"``.
+        context: The context manager that the user's code runs it in, as Python code:
+            ``'torch.autocast("cpu", enabled=False)'``. Almost always empty.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Op:
     context: str = ""
 
     def operands(self) -> list[str]:
-        """Names of its tensor arguments in order, those within lists included; one entry for each use."""
+        """The names of its tensor arguments in order, also those within lists; one entry for each use."""
         return list(refs_in((self.args, self.kwargs)))
 
 
@@ -130,9 +130,9 @@ class Input:
     """One leaf among the forward's arguments.
 
     Attributes:
-        name: Python identifier.
-        meta: Shape and dtype; None for a leaf that is no tensor.
-        constant: The value that was traced and that every call must repeat, for a leaf that is no tensor.
+        name: A Python identifier.
+        meta: The shape and dtype; None for a leaf that is no tensor.
+        constant: The traced value of a leaf that is no tensor; every call must repeat it.
     """
 
     name: str
@@ -145,23 +145,23 @@ class Graph:
     """A traced forward.
 
     Attributes:
-        inputs: Leaves of ``(args, kwargs)`` in pytree order.
-        parameters: Value name to fully qualified name; tied names appear once, under the first.
-        buffers: Value name to fully qualified name.
-        constants: Value name to tensor.
-        metas: Meta of every parameter, buffer, constant and tensor input, by value name.
-        ops: In order of execution. In-place operators on buffers keep their place and meaning.
+        inputs: The leaves of ``(args, kwargs)`` in pytree order.
+        parameters: The fully qualified name by value name; tied names appear once, under the first.
+        buffers: The fully qualified name by value name.
+        constants: The tensor by value name.
+        metas: The meta of every parameter, buffer, constant and tensor input, by value name.
+        ops: The operators in order of execution. In-place operators on buffers keep their place and meaning.
         outputs: The forward's result as a nested structure of Refs, Sizes, Makes and constants.
-        symbols: Name of each symbol to (input name, dim) that it is the size of.
+        symbols: The input name and dim behind each symbol.
         training: True if the root was in training mode.
-        in_spec: Structure of ``(args, kwargs)``, as `torch.utils._pytree.treespec_dumps` writes it.
-        derived: The results computed from the graph that are worth keeping with it; never saved.
-        guards: The conditions on the symbols for the trace to be right, as Python expressions over them
-            (``"B <= 64"``), because the code asked; empty for nearly every model. The trace always supposes
-            that every symbol is at least 2 and that all inputs that show a symbol agree on it.
-        kept: Fully qualified name of every submodule that is kept whole (`Op.target` ``"module"``) to the
-            reason, with the source line.
-        notes: Other things that the user should hear once.
+        in_spec: The structure of ``(args, kwargs)``, as written by `torch.utils._pytree.treespec_dumps`.
+        derived: Cached results that were computed from the graph; never saved.
+        guards: The conditions on the symbols that the code asked for, as Python expressions (``"B <= 64"``);
+            empty for nearly every model. The trace always assumes that every symbol is at least 2, and that
+            all inputs with a symbol agree on it.
+        kept: The reason for each submodule in eager mode (`Op.target` ``"module"``), with the source line, by
+            fully qualified name.
+        notes: Further notes for the user, each to be logged once.
     """
 
     inputs: list[Input]
@@ -181,7 +181,7 @@ class Graph:
     _by_name: dict[str, Op] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def meta(self, name: str) -> TensorMeta:
-        """Meta of any tensor value of the graph."""
+        """Return the meta of a tensor value of the graph."""
         if name in self.metas:
             return self.metas[name]
         output = self._op(name).output
@@ -195,7 +195,7 @@ class Graph:
         return self._by_name[name]
 
     def users(self) -> Mapping[str, list[Op]]:
-        """The operators that use each value, in order."""
+        """Return the operators that use each value, in order."""
         found: dict[str, list[Op]] = {}
         for op in self.ops:
             for name in dict.fromkeys(op.operands()):
@@ -204,7 +204,7 @@ class Graph:
 
 
 def refs_in(argument: Argument) -> Iterator[str]:
-    """Names of the values that a nested argument refers to, in order."""
+    """Yield the names of the values that a nested argument refers to, in order."""
     if isinstance(argument, Ref):
         yield argument.name
     elif isinstance(argument, (list, tuple)):

@@ -1,6 +1,6 @@
-"""Graphs as JSON: what the cache keeps between runs, and what one rank sends to the others.
+"""Write graphs as JSON, for the store and for the other ranks, and read them.
 
-Nothing in it is executed and nothing is unpickled: code that a program would print is checked on reading.
+Reading executes and unpickles nothing: code that a program would print is checked.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _TARGET = re.compile(r"module|getitem|\w+\.\w+\.\w+")
 
 
 class GraphFormatError(UnsupportedError):
-    """A stored graph cannot be read: damaged, of another version, or not a graph at all."""
+    """A stored graph cannot be read: it is damaged, of another version, or no graph."""
 
 
 def graph_to_json(graph: Graph) -> str:
-    """A graph as text; equal graphs give equal texts.
+    """Return a graph as text; equal graphs give equal texts.
 
     Example:
         >>> from nnx_nnscaler.trace import trace_forward
@@ -81,10 +81,10 @@ def graph_to_json(graph: Graph) -> str:
 
 
 def graph_from_json(text: str) -> Graph:
-    """The graph that `graph_to_json` wrote.
+    """Return the graph of a text by `graph_to_json`.
 
     Raises:
-        GraphFormatError: The text is no graph, of another version, or holds what no trace makes.
+        GraphFormatError: The text is no graph, of another version, or has content that no trace makes.
     """
     try:
         found = json.loads(text)
@@ -179,7 +179,7 @@ def _tensor_in(found: list[Any]) -> Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """A constant among the inputs as an argument."""
+    """Return a constant among the inputs as an argument."""
     if isinstance(value, (torch.dtype, torch.device)):
         return Code(f'torch.device("{value}")' if isinstance(value, torch.device) else str(value))
     if isinstance(value, slice):
@@ -260,5 +260,5 @@ def _name(found: Any) -> str:
 
 def _checked(pattern: re.Pattern[str], found: Any) -> str:
     if not isinstance(found, str) or not pattern.fullmatch(found):
-        raise ValueError(f"{found!r} is not what a trace writes")
+        raise ValueError(f"{found!r} is no content of a trace")
     return found

@@ -1,4 +1,4 @@
-"""Placements of a tensor over the ranks of a unit, and the collectives that turn one into another.
+"""Placements of a tensor over the ranks of a unit, and the collectives that convert them.
 
 ``R``: every rank holds the tensor. ``P``: every rank holds a summand of it. ``S(dim, groups)``: the dim is
 viewed as ``(groups, size / groups)`` and split evenly along the second factor, so that ``groups=3`` splits a
@@ -23,8 +23,8 @@ class Placement:
 
     Attributes:
         kind: ``"R"`` replicated, ``"P"`` partial sums, ``"S"`` sharded.
-        dim: The tensor dim that is cut; 0 unless sharded.
-        groups: The number of equal groups that are cut each; 1 for a plain cut.
+        dim: The sharded tensor dim; 0 unless sharded.
+        groups: The number of equal groups, each of which is sharded; 1 for a plain shard.
 
     Example:
         >>> str(S(1, groups=3)), Placement.parse("S(1,3)") == S(1, groups=3)
@@ -42,10 +42,10 @@ class Placement:
 
     @classmethod
     def parse(cls, text: str) -> Placement:
-        """The placement that `str` wrote.
+        """Return the placement of a text by `str`.
 
         Raises:
-            ValueError: The text is none.
+            ValueError: The text is no placement.
         """
         if text in ("R", "P"):
             return R if text == "R" else P
@@ -56,11 +56,11 @@ class Placement:
 
     @property
     def is_shard(self) -> bool:
-        """True if each rank holds a part of the elements."""
+        """True if each rank holds a shard of the elements."""
         return self.kind == "S"
 
     def local_shape(self, shape: Sequence[int], size: int) -> tuple[int, ...]:
-        """The shape that each of `size` ranks holds of a tensor.
+        """Return the local shape of a tensor on each of `size` ranks.
 
         Example:
             >>> S(0).local_shape((6, 4), 2)
@@ -71,11 +71,11 @@ class Placement:
         return (*shape[: self.dim], shape[self.dim] // size, *shape[self.dim + 1 :])
 
     def fits(self, shape: Sequence[int], size: int) -> bool:
-        """Return True if a tensor of this shape can be cut evenly so over `size` ranks."""
+        """Return True if a tensor of this shape can be sharded evenly over `size` ranks."""
         return not self.is_shard or (self.dim < len(shape) and shape[self.dim] % (size * self.groups) == 0)
 
     def boxes(self, shape: Sequence[int], *, rank: int, size: int) -> tuple[Box, ...]:
-        """Where a rank's local tensor lies, one box for each group, in the local tensor's order.
+        """Return the boxes of a rank's local tensor, one for each group, in the local tensor's order.
 
         Example:
             >>> S(0, groups=2).boxes((8,), rank=1, size=2)
@@ -99,23 +99,23 @@ P = Placement("P")
 
 
 def S(dim: int, *, groups: int = 1) -> Placement:  # noqa: N802 # the field writes it so
-    """Sharded along a tensor dim."""
+    """Return the placement that is sharded along a tensor dim."""
     return Placement("S", dim, groups)
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way of running an operator on the ranks of a unit.
+    """One way to run an operator on the ranks of a unit.
 
-    Gradients follow from it: what is stored ``S`` has a gradient ``S``, what is ``P`` or ``R`` has a
-    complete one, except that an ``R`` operand of an operator that is not replicated gets a partial one.
+    The placements of gradients follow: ``S`` has a gradient ``S``, and ``P`` or ``R`` have a complete one.
+    One exception: an ``R`` operand of an operator that is not replicated gets a partial gradient.
 
     Attributes:
-        name: Its name in explanations: ``"replicate"``, ``"batch"``, ``"column"``, ``"row"``...
-        inputs: Placement of every tensor operand, in the order of `Op.operands`.
-        outputs: Placement of every result.
-        call: Name of the function in `nnx_nnscaler.runtime.functions` that takes the operator's place;
-            empty where the operator itself is right on local tensors.
+        name: The name in explanations: ``"replicate"``, ``"batch"``, ``"column"``, ``"row"``...
+        inputs: The placement of every tensor operand, in the order of `Op.operands`.
+        outputs: The placement of every result.
+        call: The name of the function in `nnx_nnscaler.runtime.functions` that replaces the operator; empty
+            if the operator itself is right on local tensors.
     """
 
     name: str
@@ -125,16 +125,16 @@ class Strategy:
 
     @property
     def is_replicated(self) -> bool:
-        """True if every rank does all of it."""
+        """True if every rank runs the complete operator."""
         return all(placement == R for placement in (*self.inputs, *self.outputs))
 
 
 class Use(NamedTuple):
-    """How a consumer wants an operand.
+    """The use of an operand by a consumer.
 
     Attributes:
-        placement: The placement it computes on.
-        partial_gradient: True if the gradient that it hands back is a summand of the whole; only of ``R``.
+        placement: The placement that it computes on.
+        partial_gradient: True if it returns a summand of the gradient; only for ``R``.
     """
 
     placement: Placement
@@ -147,7 +147,7 @@ class Conversion(NamedTuple):
     Attributes:
         forward: ``"keep"``, ``"split"``, ``"all_gather"``, ``"all_to_all"``, ``"all_reduce"`` or
             ``"reduce_scatter"``.
-        backward: Likewise, for the gradient.
+        backward: The same choices, for the gradient.
     """
 
     forward: str
@@ -155,12 +155,12 @@ class Conversion(NamedTuple):
 
     @property
     def method(self) -> str:
-        """Name of the runtime's method."""
+        """The name of the runtime's method."""
         return f"{self.forward}__{self.backward}"
 
 
 def uses_of(strategy: Strategy) -> tuple[Use, ...]:
-    """How a strategy uses each of its operands."""
+    """Return the use of each operand of a strategy."""
     partial = not strategy.is_replicated
     return tuple(Use(placement, partial and placement == R) for placement in strategy.inputs)
 
@@ -169,7 +169,7 @@ def conversion(source: Placement, use: Use) -> Conversion | None:
     """Return the conversion of a value for a consumer; None if none is necessary.
 
     Raises:
-        ValueError: There is no such conversion: ``P`` is only produced by operators.
+        ValueError: No conversion exists: only operators produce ``P``.
 
     Example:
         >>> conversion(S(1), Use(R, partial_gradient=True)).method

@@ -1,7 +1,7 @@
-"""The plan of one program; readable, comparable, and sufficient for `codegen`.
+"""The plan of one program: readable, comparable, and sufficient for `codegen`.
 
-Owns the placements of tensors over the ranks of a unit, strategies of operators in terms of them, the plan of
-a graph, also as text, and which collectives turn one placement into another.
+It contains the placements of tensors over the ranks of a unit, and the strategies of operators. This module
+also writes and reads it as text.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from nnx_nnscaler.ir.placement import Placement, Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The cost model's figures of one program on each rank.
+    """The cost model's prediction of one program on each rank.
 
     Attributes:
-        compute: Seconds of computation in forward and backward.
-        communication: Seconds of collectives in forward and backward, gradient reduction included.
-        memory: Peak bytes: parameters, gradients, optimizer state and activations.
+        compute: The seconds of computation in forward and backward.
+        communication: The seconds of collectives in forward and backward, gradient reduction included.
+        memory: The peak bytes: parameters, gradients, optimizer state and activations.
     """
 
     compute: float = 0.0
@@ -30,7 +30,7 @@ class Prediction:
 
     @property
     def time(self) -> float:
-        """Seconds of one step."""
+        """The seconds of one step."""
         return self.compute + self.communication
 
 
@@ -39,16 +39,16 @@ class ProgramPlan:
     """The plan of one graph inside a unit.
 
     Attributes:
-        size: Ranks of the unit.
-        policy: Name of the policy that made it.
-        choices: Strategy of every operator, by its name; a getitem's is a strategy of one input.
-        stored: Says how every parameter is stored, by fully qualified name: ``R`` or ``S``.
-        synchronized: Parameters whose gradients are partial on every rank, so that the reducer has to sum
+        size: The number of ranks of the unit.
+        policy: The name of the policy that made it.
+        choices: The strategy of every operator, by its name; a getitem has a strategy of one input.
+        stored: The placement of every parameter, by fully qualified name: ``R`` or ``S``.
+        synchronized: The parameters whose gradients are partial on every rank, so that the reducer has to sum
             them over the unit.
-        divisible: Sizes that must be multiples of a number at run time, as ``(expression, number)``; another
-            batch is run whole by every rank.
+        divisible: The sizes that must be multiples of a number at run time, as ``(expression, number)``. Any
+            other batch falls back to eager on every rank.
         prediction: The cost model's prediction.
-        reason: Why it and no other, where the planner had to choose.
+        reason: The reason for this plan, if the planner had a choice.
     """
 
     size: int
@@ -62,11 +62,11 @@ class ProgramPlan:
 
     @property
     def homes(self) -> None:
-        """Which stage stores a parameter: there are none."""
+        """The home stages of parameters: None, because there are no stages."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the user: none."""
+        """The notes for the user: none."""
         return ()
 
 
@@ -74,7 +74,7 @@ class ProgramPlan:
 
 
 def plan_to_text(plan: ProgramPlan) -> str:
-    """The plan as JSON, one operator a line."""
+    """Return the plan as JSON, one operator a line."""
     choices = {name: _strategy(strategy) for name, strategy in plan.choices.items()}
     head = {
         "size": plan.size,
@@ -92,7 +92,7 @@ def plan_to_text(plan: ProgramPlan) -> str:
 
 
 def plan_from_text(text: str) -> ProgramPlan:
-    """The plan that `plan_to_text` wrote.
+    """Return the plan of a text by `plan_to_text`.
 
     Example:
         >>> plan = ProgramPlan(size=2, policy="tp", choices={}, stored={"w": Placement.parse("S(0)")})

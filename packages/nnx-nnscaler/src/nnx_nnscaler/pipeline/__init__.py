@@ -1,1 +1,1 @@
-"""Pipelines: a traced graph cut into stages, and batches cut into microbatches that go through them."""
+"""Pipelines: stages of a traced graph, and microbatches that pass through them."""

@@ -1,8 +1,8 @@
-"""One call of a pipeline on one rank: what its stages compute, and what passes to and from other ranks.
+"""Run one call of a pipeline on one rank: compute its stages, and exchange values with other ranks.
 
-`Call` runs microbatches in GPipe's order, all forward before they go back, and leaves the backward to the
-user's. `Turns` runs them forward and backward in turns, by torch's pipeline schedules, which keeps fewer of
-them in memory. What a rank sends and receives follows from the stages, so that values may skip stages.
+`Call` runs microbatches in GPipe's order: all forward, and the user's backward later. `Turns` interleaves
+forward and backward by torch's pipeline schedules, which keeps fewer microbatches in memory. The stages
+determine the values that a rank sends and receives, so values may skip stages.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class StageRuntime(Runtime):
 
 
 class Bundle(NamedTuple):
-    """The values of one stage for a rank.
+    """The values that one stage sends to one rank.
 
     Attributes:
-        stage: The stage that gives it.
-        rank: The rank that gets it.
-        consumer: The first stage of that rank that needs some of it.
+        stage: The stage that computes the values.
+        rank: The rank that receives them.
+        consumer: The first stage of that rank that needs one of them.
         names: The values.
     """
 
@@ -57,7 +57,7 @@ class Bundle(NamedTuple):
 
 
 class Lineup:
-    """The common state of all calls of a pipeline on one rank.
+    """The data that all calls of a pipeline share on one rank.
 
     Args:
         graph: The graph of a microbatch.
@@ -65,14 +65,14 @@ class Lineup:
         stages: The stages.
         programs: The programs of this rank's stages, by number.
         pipe: The ranks along the pipe; None if one rank has all stages.
-        timeline: Measures what this rank does, where that is asked for.
+        timeline: The recorder of this rank's actions; None for no measurement.
 
     Attributes:
-        rank: This rank's place along the pipe.
+        rank: The index of this rank along the pipe.
         own: The numbers of its stages.
         bundles: The values that pass between ranks.
-        lent: Parameters that a rank uses and another stores: name, who stores it and who uses it.
-        most_given: More than any stage gives.
+        lent: The parameters that one rank uses and another stores: name, storing rank and using rank.
+        most_given: A number above the outputs of any stage.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Lineup:
         self._reached: dict[frozenset[str], frozenset[str]] = {}
 
     def _all_bundles(self) -> list[Bundle]:
-        """The values that pass between ranks, by the stage that computes them."""
+        """Return the values that pass between ranks, by the stage that computes them."""
         rank_of = self.plan.arrangement.rank_of
         found = []
         for stage in self.stages:
@@ -117,7 +117,7 @@ class Lineup:
         return found
 
     def _all_lent(self) -> list[tuple[str, int, int]]:
-        """Parameters that a rank uses and another stores: name, who stores it and who uses it."""
+        """Return the parameters that one rank uses and another stores: name, storing rank and using rank."""
         rank_of = self.plan.arrangement.rank_of
         users = {
             (fqn, self.plan.homes.get(fqn, 0), rank_of(stage.number)): None
@@ -127,7 +127,7 @@ class Lineup:
         return [lent for lent in users if lent[1] != lent[2]]
 
     def reached(self, results: frozenset[str]) -> frozenset[str]:
-        """The values and parameters that have gradients, where these results of the forward have."""
+        """Return the values and parameters with gradients, if these results of the forward have gradients."""
         if results not in self._reached:
             found = set(results)
             for op in reversed(self.graph.ops):
@@ -140,7 +140,7 @@ class Lineup:
         return self._reached[results]
 
     def flowing(self, root: nn.Module) -> list[bool]:
-        """Whether a gradient flows into what each stage gives, for the parameters that are trained now."""
+        """Return True for each stage whose outputs carry gradients, with the present trained parameters."""
         if self._parameters is None:
             named = dict(root.named_parameters(remove_duplicate=False))
             names = [fqn for stage in self.stages for fqn in stage.graph.parameters.values()]
@@ -168,14 +168,15 @@ class Call:
         lineup: The pipeline.
         runtime: The runtime of the programs.
         root: The user's module.
-        weights: This rank's weights, and those that it got from other ranks.
+        weights: This rank's weights, and those that it borrows from other ranks.
         constants: The graph's constants.
-        symbols: Sizes of the whole batch.
+        symbols: The sizes of the complete batch.
         own: This rank's stages.
-        flows: The names of the values that a gradient flows into.
-        passage: The messages of values that have gradients.
-        between: The messages between stages: the same, or without gradients where these are sent apart.
-        timeline: The timeline that measures actions; None unless this call is measured.
+        flows: The names of the values that carry gradients.
+        passage: The messages with gradients.
+        between: The messages between stages: `passage`, or one without gradients if these are sent
+            separately.
+        timeline: The recorder of actions; None unless this call is measured.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class Call:
         self.weights: Mapping[str, Tensor] = ChainMap(borrowed, weights)  # type: ignore[arg-type] # only read
 
     def run(self, microbatches: list[dict[str, Tensor]]) -> None:
-        """All stages of this rank on all microbatches, in GPipe's order; adds what they give."""
+        """Run all stages of this rank on all microbatches, in GPipe's order; add their outputs."""
         for stage in self.own:
             for index, values in enumerate(microbatches):
                 self.receive(stage, index, values)
@@ -228,7 +229,7 @@ class Call:
                     self.timeline.ends_before([*received, self.passage.token])
 
     def measured(self, kind: str, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Around an action, which is measured where that is asked for."""
+        """Return a context that measures an action, if this call is measured."""
         if self.timeline is None:
             return nullcontext()
         return self.timeline.during(kind, stage, microbatch)
@@ -236,24 +237,24 @@ class Call:
     def compute(
         self, stage: Stage, weights: Mapping[str, Tensor], arguments: Sequence[Tensor]
     ) -> list[Tensor]:
-        """One stage on one microbatch."""
+        """Run one stage on one microbatch."""
         program = self.lineup.programs[stage.number]
         return list(program(self.runtime, self.root, weights, self.constants, *arguments))
 
     def receive(self, stage: Stage, index: int, values: dict[str, Tensor]) -> None:
-        """Get what other ranks give to a stage, unless an earlier one of this rank got it."""
+        """Receive a stage's inputs from other ranks, unless an earlier stage of this rank received them."""
         for bundle in self._incoming(stage):
             found = self.between.receive(self._looks(bundle), self._giver(bundle), self._tag(bundle, index))
             values |= dict(zip(bundle.names, found, strict=True))
 
     def send(self, stage: Stage, index: int, values: Mapping[str, Tensor]) -> None:
-        """Give other ranks what a stage has made."""
+        """Send a stage's outputs to other ranks."""
         for bundle in self._outgoing(stage):
             tensors = [values[name] for name in bundle.names]
             self.between.send(tensors, self._looks(bundle), bundle.rank, self._tag(bundle, index))
 
     def receive_gradients(self, stage: Stage, index: int) -> dict[str, list[Tensor]]:
-        """The gradients that other ranks have of what a stage gave them."""
+        """Receive other ranks' gradients of a stage's outputs."""
         found: dict[str, list[Tensor]] = {}
         for bundle in self._outgoing(stage):
             looks = [look for look in self._looks(bundle) if self.between.returns(look)]
@@ -263,7 +264,7 @@ class Call:
         return found
 
     def send_gradients(self, stage: Stage, index: int, gradients: dict[tuple[int, str], Tensor]) -> None:
-        """Return the gradients of values received for a stage, the first of this rank that uses them."""
+        """Return the gradients of received values; the first stage of this rank that uses them calls it."""
         for bundle in self._incoming(stage):
             sent = []
             for look in self._looks(bundle):
@@ -292,12 +293,12 @@ class Call:
         return [self.look(name, self._part) for name in bundle.names]
 
     def look(self, name: str, symbols: Mapping[str, int]) -> Look:
-        """How a value looks for these sizes of the batch."""
+        """Return the description of a value for these sizes of the batch."""
         look = look_of(self.lineup.graph.meta(name), symbols, flows=name in self.flows)
         return look._replace(name=name)
 
     def _borrow(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters that other ranks store; their gradients go back there."""
+        """Receive parameters that other ranks store; their gradients go back there."""
         lineup = self.lineup
         named = dict(self.root.named_parameters(remove_duplicate=False)) if lineup.lent else {}
         found = {}
@@ -306,7 +307,7 @@ class Call:
             if lineup.rank not in (home, user):
                 continue
             part = getattr(named[fqn], "_part", None)
-            description = named[fqn] if part is None else part.description  # as in one process
+            description = named[fqn] if part is None else part.description  # the logical shape
             placement = lineup.plan.stored.get(fqn, R)
             shape = placement.local_shape(description.shape, self.runtime.size)
             look = Look(tuple(shape), description.dtype, named[fqn].requires_grad, names[fqn])
@@ -318,7 +319,7 @@ class Call:
 
 
 def look_of(meta: TensorMeta, symbols: Mapping[str, int], *, flows: bool) -> Look:
-    """How a tensor looks for these sizes of the batch."""
+    """Return the description of a tensor for these sizes of the batch."""
     shape = tuple(dim if isinstance(dim, int) else eval(dim.expr, {}, dict(symbols)) for dim in meta.shape)
     dtype = getattr(torch, meta.dtype)
     return Look(shape, dtype, flows and (dtype.is_floating_point or dtype.is_complex))
@@ -327,13 +328,13 @@ def look_of(meta: TensorMeta, symbols: Mapping[str, int], *, flows: bool) -> Loo
 def can_split(stage: Stage, flows: Set[str]) -> bool:
     """Return True if torch's split backward finds all gradients of a stage's weights.
 
-    It begins the second part where weights meet what depends on the stage's inputs. What is computed from
-    weights alone must come there once and nowhere else: torch 2.13 counts a bias that two layers share twice,
-    and loses what goes to another stage.
+    Its second half begins at the nodes that join weights with values from the stage's inputs. A value that
+    depends on weights alone must reach one such node only. torch 2.13 counts a bias that two layers share
+    twice, and loses a value that goes to another stage.
 
     Args:
         stage: The stage.
-        flows: Names of the values that a gradient flows into.
+        flows: The names of the values that carry gradients.
     """
     graph = stage.graph
     depends = set(stage.arguments) & flows

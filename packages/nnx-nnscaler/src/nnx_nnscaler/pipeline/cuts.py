@@ -13,16 +13,16 @@ from nnx_nnscaler.pipeline.outline import Outline, Room, StageCosts, bytes_in
 from nnx_nnscaler.plan.schedules import Arrangement
 
 _SLACK = 1.02
-"""How much longer than need be the longest stage may become to send fewer bytes."""
+"""The relative time by which the longest stage may exceed the best one, to send fewer bytes."""
 
 
 _POWERS = (1, 2, 4, 8, 16, 48, 400)
-"""Multiples of that slack, tried one after the other, by which the longest stage may grow to save memory."""
+"""Multiples of that slack, in the order of the tries, by which the longest stage may grow to save memory."""
 
 
 _GAP, _SECONDS = 0.05, 2.0
-"""How near HiGHS comes to the fewest bytes, and the time after which it takes the best that it has found;
-eight times as much where only memory counts."""
+"""HiGHS's tolerance for the fewest bytes, and its time limit, after which it returns its best cut.
+The limit is eight times as long if only memory counts."""
 
 
 def choose_cuts(
@@ -32,14 +32,14 @@ def choose_cuts(
     foreign: NDArray[np.float64] | None = None,
     rooms: Sequence[Room] = (),
 ) -> list[int] | None:
-    """Where stages begin, so that the longest is as short as can be, and then the fewest bytes cross.
+    """Return the places where stages begin: first the shortest longest stage counts, then the fewest bytes.
 
     Args:
         costs: The costs of cuts.
         stages: The number of stages.
-        foreign: The bytes, up to each place, of parameters that each stage's rank does not store, where
-            they are stored already; the fewest count first. Shape (stages, places).
-        rooms: The memory that ranks have; empty if it does not limit the cut.
+        foreign: The bytes, up to each place, of parameters that each stage's rank does not store, if
+            parameters have homes already; the fewest of these count first. Shape (stages, places).
+        rooms: The memory of the ranks; empty for no limit.
 
     Returns:
         The places at which the second and later stages begin; None if no cut fits into the memory.
@@ -50,11 +50,11 @@ def choose_cuts(
     places = [0, *np.flatnonzero(costs.may).tolist(), len(costs.may) - 1]
     if len(places) < stages + 1:
         raise PlanError(
-            f"the model can be cut into {len(places) - 1} stages, and {stages} are asked for.",
+            f"the model can be cut into {len(places) - 1} stages at most, and {stages} are requested.",
             remedy=f"Set pipeline_nstages to {len(places) - 1} or less.",
         )
     costs = costs._replace(**{name: values[places] for name, values in costs._asdict().items()})
-    taken = costs.seconds[None, :] - costs.seconds[:, None]  # from a place to a later one
+    taken = costs.seconds[None, :] - costs.seconds[:, None]  # from a place (row) to a later one (column)
     if foreign is not None:
         spans = [row[places][None, :] - row[places][:, None] for row in foreign]
         return [places[index] for index in _search(spans, taken, costs.sent)]
@@ -72,14 +72,14 @@ def choose_cuts(
 
 
 def _bytes(costs: StageCosts, share: float) -> NDArray[np.float64]:
-    """Bytes of a stage from a place to a later one, with activations of a share of the batch."""
+    """Return the bytes of a stage between two places, with activations of a share of the batch."""
     up_to = costs.lasting + share * costs.kept
     crossing = share * costs.sent
     return (up_to + crossing)[None, :] - (up_to - crossing)[:, None]
 
 
 def _shortest_longest(taken: Sequence[NDArray[np.float64]]) -> float:
-    """The length of the longest stage of the best cut, by what each stage takes."""
+    """Return the time of the longest stage of the best cut, from each stage's time between two places."""
     best = taken[0][0].copy()
     best[0] = np.inf
     upper = np.triu(np.ones_like(taken[0], dtype=bool), k=1)
@@ -89,12 +89,12 @@ def _shortest_longest(taken: Sequence[NDArray[np.float64]]) -> float:
 
 
 class _Cuts:
-    """The choice of cuts as a program for HiGHS, with one binary for each cut and place.
+    """The choice of cuts as an integer program for HiGHS, with one binary for each cut and place.
 
     Args:
         costs: The costs of cuts, at places where stages may begin.
         stages: The number of stages.
-        rooms: The memory that ranks have.
+        rooms: The memory of the ranks.
     """
 
     def __init__(self, costs: StageCosts, stages: int, rooms: Sequence[Room]) -> None:
@@ -125,10 +125,10 @@ class _Cuts:
         return np.vstack([at, none]) - np.vstack([none, at]), constant
 
     def search(self, shortest: float) -> list[int] | None:
-        """The best cut as numbers of places; None if none fits.
+        """Return the best cut as numbers of places; None if none fits.
 
         Args:
-            shortest: The time of the longest stage of the best cut if memory does not count.
+            shortest: The time of the longest stage of the best cut without a memory limit.
         """
         for power in _POWERS:
             seconds = _SECONDS if power < _POWERS[-1] else 8 * _SECONDS
@@ -137,11 +137,11 @@ class _Cuts:
         return None
 
     def _within(self, longest: float, most: float) -> list[int] | None:
-        """The cut that sends the fewest bytes, whose longest stage is no longer than this."""
+        """Return the cut that sends the fewest bytes, within a limit of the longest stage, or None."""
         seconds = self._costs.seconds / longest
         number = np.arange(1, self._cuts + 1)[:, None]
         early = seconds[-1] - seconds[1:-1] > self._cuts + 1 - number
-        late = seconds[1:-1] - seconds[0] > number  # others are too far from the end or the start
+        late = seconds[1:-1] - seconds[0] > number  # such a place is too far from the end or the start
         each, last = self._of_stages(seconds)
         outcome = milp(
             np.tile(self._costs.sent[1:-1], self._cuts) / max(float(self._costs.sent.max()), 1.0),
@@ -184,9 +184,9 @@ def _search(
 def foreign_bytes(
     outline: Outline, homes: Mapping[str, int], arrangement: Arrangement
 ) -> NDArray[np.float64]:
-    """Bytes of parameters that each stage would have to fetch from another rank, up to each place.
+    """Return the bytes of parameters that each stage would fetch from another rank, up to each place.
 
-    A parameter counts where it is used first: those that several stages use are fetched under any cut.
+    A parameter counts at its first use, because any cut must fetch one that several stages use.
 
     Args:
         outline: The operators.

@@ -1,4 +1,4 @@
-"""Memory of a pipeline's ranks."""
+"""Predict the memory of a pipeline's ranks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from nnx_nnscaler.plan.schedules import (
 
 
 class Mesh(NamedTuple):
-    """The facts that bytes depend on beside the stages.
+    """The facts besides the stages that bytes depend on.
 
     Attributes:
-        costs: The figures that bytes are predicted with.
+        costs: The cost model that predicts bytes.
         units: The number of units that share the work.
         zero: True if they shard model states.
         schedule: The order in which ranks work.
@@ -40,18 +40,18 @@ class Mesh(NamedTuple):
     microbatches: int
 
     def prices(self, graph: Graph, size: int) -> Prices:
-        """Prices for a graph on the ranks of a stage."""
+        """Return prices for a graph on the ranks of a stage."""
         return self.costs.prices(graph, size=size, units=self.units, zero=self.zero)
 
 
 def rooms(arrangement: Arrangement, schedule: str, microbatches: int, limits: Sequence[float]) -> list[Room]:
-    """The limits of the search for cuts.
+    """Return the memory limits of the search for cuts.
 
     Args:
         arrangement: The stages of each rank along the pipe.
         schedule: The order in which ranks work.
         microbatches: The number of microbatches of the batch.
-        limits: Bytes that each rank may take.
+        limits: The bytes that each rank may use.
     """
     found = []
     for rank, several in enumerate(held(schedule, arrangement, microbatches)):
@@ -63,7 +63,7 @@ def rooms(arrangement: Arrangement, schedule: str, microbatches: int, limits: Se
 
 
 class _Used(NamedTuple):
-    """Bytes of one stage: as of `Usage`, and of activations for the whole batch."""
+    """Bytes of one stage: those of `Usage`, and activations for the complete batch."""
 
     states: int
     lasting: int
@@ -85,7 +85,7 @@ def usage_of(
         plans: The plans of the stages.
         homes: The rank that stores each parameter.
         arrangement: The stages of each rank along the pipe.
-        mesh: The rest that bytes depend on.
+        mesh: The facts besides the stages.
     """
     counted: set[tuple[str, int]] = set()
     used = [
@@ -119,7 +119,7 @@ def _used(
         if homes.get(fqn, 0) == rank:
             states += prices.states(graph.metas[name], stored)
             lasting += prices.kept(graph.metas[name], stored)
-        else:  # another rank sends it, and its gradient goes back
+        else:  # another rank sends it and receives its gradient
             lasting += 2 * prices.local(graph.metas[name], stored.placement).nbytes
     lasting += sum(bytes_in(graph, name) for name in (*graph.buffers, *graph.constants))
     kept, passing = activations(Flow(graph), assignment_of(graph, plan), prices)
@@ -129,12 +129,12 @@ def _used(
 
 
 def too_large(plan: PipelinePlan, limit: int, knobs: Sequence[str]) -> PlanError:
-    """That no cut fits, and what helps.
+    """Return the error that no cut fits, with the options that reduce memory.
 
     Args:
-        plan: The one that takes the least, of those that were found.
-        limit: Bytes that each rank may take.
-        knobs: Further options that help.
+        plan: The found plan with the smallest peak.
+        limit: The bytes that each rank may use.
+        knobs: Further options that reduce memory.
     """
     worst = max(range(len(plan.usage)), key=lambda rank: plan.usage[rank].peak)
     states, peak = plan.usage[worst]

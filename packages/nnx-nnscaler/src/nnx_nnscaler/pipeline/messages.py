@@ -1,11 +1,11 @@
-"""Messages between stages: values forward, gradients back, in an order that autograd keeps by itself.
+"""Exchange messages between stages: values forward, gradients back, in the order of autograd.
 
-A stage's call on a microbatch is ordinary code for autograd. Between stages stand functions that send values
-in the forward pass and receive their gradients in the backward pass, or the other way round. Autograd runs
-what was recorded last first, so every rank goes back through its stages and microbatches in the reverse
-order, and the messages meet. A *token* runs through all that a rank sends: a rank that has no part of the
-loss still goes back through it. Where the loss depends on some results only, what the others alone depend on
-has no gradient, as in one process: all ranks know that from the graph, and send nothing.
+Each stage's call on a microbatch is ordinary code for autograd. Functions between stages send values in
+forward and receive their gradients in backward, or the other way round. Autograd runs the last recorded
+function first. So every rank runs its stages and microbatches backward in the reverse order, and the messages
+match. A *token* passes through every send of a rank: so backward reaches a rank whose values the loss does
+not use. If the loss depends on some results only, values behind the other results have no gradient, as in one
+process. All ranks derive this from the graph, and send nothing.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from nnx_core.agree.announced_waits import wait_for_collective
 from nnx_core.errors import UnsupportedError
 
 RETURNING = 1 << 30
-"""Added to the tag of what goes back."""
+"""The offset of the tags of messages in backward."""
 
 
 class Look(NamedTuple):
-    """A tensor that another rank sends.
+    """The description of a tensor that another rank sends.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
+        shape: The shape.
+        dtype: The dtype.
         flows: True if a gradient goes back to the sender.
-        name: The value of the graph that it is.
+        name: The name of the value in the graph.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Line:
     """Messages between the ranks along a pipe.
 
     Args:
-        group: The ranks; None if there is only one.
+        group: The ranks along the pipe; None if there is only one.
         device: The device of received tensors.
     """
 
@@ -55,27 +55,29 @@ class Line:
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> None:
-        """Begin to send tensors, without waiting.
+        """Start to send tensors, without waiting.
 
         Args:
             tensors: The tensors, in the order in which they are received.
-            to: The place of the receiver along the pipe.
-            tag: The first of the messages' tags, one for each tensor.
+            to: The index of the receiver along the pipe.
+            tag: The first of the messages' tags; each tensor has the next one.
         """
         for number, tensor in enumerate(tensors):
             whole = tensor.detach().contiguous()
+            # The list keeps the tensor alive: `isend` reads its memory after this function has returned.
             work = dist.isend(whole, group=self.group, group_dst=to, tag=tag + number)
             if work is not None:
                 self._sent.append((work, whole))
 
     def receive(self, looks: Sequence[Look], source: int, tag: int) -> list[Tensor]:
-        """Wait for tensors.
+        """Receive tensors, and wait for them.
 
         Args:
-            looks: The looks of the tensors.
-            source: The place of the sender along the pipe.
-            tag: The tag that they were sent with.
+            looks: The descriptions of the tensors.
+            source: The index of the sender along the pipe.
+            tag: The first tag that the sender used.
         """
+        # All receives start before the first wait, so that the messages overlap.
         tensors = [torch.empty(look.shape, dtype=look.dtype, device=self.device) for look in looks]
         works = [
             dist.irecv(tensor, group=self.group, group_src=source, tag=tag + number)
@@ -87,14 +89,14 @@ class Line:
         return tensors
 
     def settle(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until all sent tensors have arrived."""
         sent, self._sent = self._sent, []
         for work, _ in sent:
             wait_for_collective(work, "another stage to receive a message")
 
 
 def refuse_second_derivative() -> None:
-    """Raise where gradients are recorded in a backward pass.
+    """Refuse a backward that records gradients, because messages have no second derivative.
 
     Raises:
         UnsupportedError: Gradients are recorded.
@@ -102,7 +104,7 @@ def refuse_second_derivative() -> None:
     if torch.is_grad_enabled():
         raise UnsupportedError(
             "a second derivative is taken through the stages of a pipeline.",
-            remedy="Use strategy 'nnscaler_dp', under which every rank computes the whole forward.",
+            remedy="Use strategy 'nnscaler_dp', under which every rank computes the complete forward.",
         )
 
 
@@ -153,7 +155,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """Values of some ranks, given to all along the pipe; each rank has the loss, so each has its gradient."""
+    """Broadcasts results along the pipe. Each rank has the loss, so no gradient needs a message."""
 
     @staticmethod
     def forward(
@@ -183,6 +185,7 @@ class _Share(torch.autograd.Function):
         ctx.passage.begin_backward(
             look.name for look, gradient in zip(ctx.looks, gradients, strict=True) if gradient is not None
         )
+        # No collective: every rank has the loss, so each computes the gradients of its own values.
         own = [gradient if mine else None for gradient, mine in zip(gradients, ctx.own, strict=True)]
         return None, None, None, torch.zeros_like(token), *own
 
@@ -201,8 +204,8 @@ class Passage:
     """The messages of one call of a pipeline on one rank.
 
     Args:
-        line: The ranks.
-        reached: Says which values have gradients where some results of the forward have.
+        line: The messages' ranks.
+        reached: A function from results with gradients to the values with gradients.
         records: True if gradients go back the same way.
     """
 
@@ -213,22 +216,23 @@ class Passage:
         self._reached = reached
         self._with_gradients: frozenset[str] = frozenset()
         self._start: Tensor | None = None
+        # A leaf that requires a gradient, so that autograd records sends even of tensors without one.
         if records:
             self._start = torch.zeros((), device=line.device, requires_grad=True)
         self._token = self._start
 
     @property
     def token(self) -> Tensor:
-        """The token that all sent tensors depend on."""
-        assert self._token is not None, "nothing is recorded"
+        """The token that all sends pass through."""
+        assert self._token is not None, "no gradients are recorded"
         return self._token
 
     def end_forward(self) -> None:
-        """Forget the token, because a reference cycle through it would be freed late."""
+        """Drop the token, because a reference cycle through it would be freed late."""
         self._start = self._token = None
 
     def begin_backward(self, results: Iterable[str]) -> None:
-        """Take note of the results that the loss depends on, which are the same on every rank."""
+        """Note the results that the loss depends on; they are the same on every rank."""
         self._with_gradients = self._reached(frozenset(results))
 
     def returns(self, look: Look) -> bool:
@@ -236,7 +240,7 @@ class Passage:
         return look.flows and look.name in self._with_gradients
 
     def send(self, tensors: Sequence[Tensor], looks: Sequence[Look], to: int, tag: int) -> None:
-        """Send values to another rank, so that their gradients come back."""
+        """Send values to another rank; backward receives their gradients."""
         if self._token is None:
             sent = [tensor.to(look.dtype) for tensor, look in zip(tensors, looks, strict=True)]
             self.line.send(sent, to, tag)
@@ -244,7 +248,7 @@ class Passage:
             self._token = _Send.apply(self, to, tag, looks, self._token, *tensors)  # type: ignore[no-untyped-call]
 
     def receive(self, looks: Sequence[Look], source: int, tag: int) -> Sequence[Tensor]:
-        """Receive values from another rank, to which their gradients go back."""
+        """Receive values from another rank; backward returns their gradients."""
         if self._start is None or not any(look.flows for look in looks):
             return self.line.receive(looks, source, tag)
         found: tuple[Tensor, ...] = _Receive.apply(self, source, tag, looks, self._start)  # type: ignore[no-untyped-call]
@@ -253,12 +257,12 @@ class Passage:
     def share(
         self, own: Sequence[Tensor | None], looks: Sequence[Look], homes: Sequence[int]
     ) -> Sequence[Tensor]:
-        """Give every rank what some have, and wait for all that was sent.
+        """Broadcast the ranks' values to all ranks, and wait for all sent tensors.
 
         Args:
             own: The values of this rank; None for those of others.
-            looks: The looks of all.
-            homes: The place along the pipe of the rank that has each.
+            looks: The descriptions of all values.
+            homes: The index along the pipe of the rank that has each value.
         """
         if self._token is None:
             shared: Sequence[Tensor] = [

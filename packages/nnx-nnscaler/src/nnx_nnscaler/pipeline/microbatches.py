@@ -1,12 +1,12 @@
-"""How a batch is cut into microbatches: what becomes of each value of a graph, and what has to be divided.
+"""Cut a batch into microbatches: find the placement of each value, and the results that need a division.
 
-The rules that split operators over ranks say it: what they let ranks compute from their part of the batch, a
-graph computes from a microbatch. Each value is then cut along a dim, a summand of the whole (``P``), or equal
-for all microbatches (``R``). A graph whose sizes are expressions in the batch's size needs few changes: means
-are divided by the number of microbatches, and means over the samples that count by their number in the whole
-batch. What mixes samples and follows from inputs alone, such as the sum of a mask, is computed for the whole
-batch before. Where another operator mixes samples, the batch goes through the stages whole, and the reason is
-kept.
+The rules that split operators over ranks decide it: an operator that ranks can compute on their shard of the
+batch also runs on a microbatch. Each value is then cut along a dim, a summand of the total (``P``), or equal
+in all microbatches (``R``). Sizes are expressions in the batch's size, so a graph needs few changes. Means
+are divided by the number of microbatches. Means over the samples that count are divided by their number in
+the complete batch. An operator that mixes samples and depends on inputs alone, such as the sum of a mask,
+runs on the complete batch before. If another operator mixes samples, the batch passes through the stages
+uncut, and the reason is kept.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ _NATURAL = frozenset(
         *("dropout", "scaled_dot_product_attention"),
     ]
 )
-"""Operators whose rules write them otherwise for a part, only because that has other sizes."""
+"""Operators whose rules rewrite them for a shard only because of its sizes."""
 _SUMS = frozenset(["add", "sub", "rsub"])
 _ADDENDS = {"linear": "bias", "addmm": "self", "baddbmm": "self"}
 _MEAN = 1
-"""How torch numbers the mean among reductions; 2 is the sum."""
+"""The number of the mean among torch's reductions; 2 is the sum."""
 _SUM = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A number of samples that count, by which a sum over a microbatch is divided.
+    """The number of samples that count, as divisor of a sum over a microbatch.
 
     Attributes:
-        name: The operator whose mean it is.
+        name: The name of the mean's operator.
         target: The value with the targets.
-        weight: The value with the weight of each class; None where all count alike.
+        weight: The value with the weight of each class; None for equal weights.
         ignore_index: The target of samples that do not count.
     """
 
@@ -73,15 +73,15 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """A graph as it runs on one microbatch.
+    """A graph for one microbatch.
 
     Attributes:
-        graph: The graph; the one that was given where the batch cannot be cut.
-        placements: The way in which each value is cut; empty where the batch cannot be cut.
-        counts: The values that are counted in the whole batch first.
-        ahead: Names of the values that are computed for the whole batch before; they are inputs here.
-        hindrance: Why the batch cannot be cut; empty where it can.
-        at_least: The smallest number of samples in a microbatch.
+        graph: The graph; the given one if the batch cannot be cut.
+        placements: The placement of each value over the microbatches; empty if the batch cannot be cut.
+        counts: The samples to count in the complete batch first.
+        ahead: The names of the values that the complete batch gives before; they are inputs here.
+        hindrance: The reason why the batch cannot be cut; empty if it can.
+        at_least: The minimum number of samples in a microbatch.
     """
 
     graph: Graph
@@ -93,14 +93,14 @@ class Microbatches:
 
 
 class _HindranceError(Exception):
-    """The batch cannot be cut."""
+    """The batch cannot be cut into microbatches."""
 
 
 def cut_batch(graph: Graph) -> Microbatches:
-    """Find out how a graph runs on a part of the batch.
+    """Return the graph for a microbatch.
 
     Args:
-        graph: A graph without random operators; its batch is what has a symbol for its size.
+        graph: A graph without random operators. A symbol for its size marks the batch.
     """
     try:
         return _Cut(graph).result()
@@ -111,13 +111,13 @@ def cut_batch(graph: Graph) -> Microbatches:
 def possible_counts(
     cut: Microbatches, symbols: Mapping[str, int], most: int, divisible: Sequence[tuple[str, int]] = ()
 ) -> Iterator[int]:
-    """The numbers of microbatches that a batch can be cut into, the best first.
+    """Return the numbers of microbatches that a batch can be cut into, the best first.
 
     Args:
         cut: The graph of a microbatch.
         symbols: The size of the batch, by its symbol.
-        most: The largest number that is wished for.
-        divisible: Sizes of a microbatch that must be multiples of a number.
+        most: The largest requested number.
+        divisible: The sizes of a microbatch that must be multiples of a number.
     """
     if not cut.hindrance:
         ((symbol, batch),) = symbols.items()
@@ -130,7 +130,7 @@ def possible_counts(
 
 
 class _Cut:
-    """The walk through one graph."""
+    """A walk through one graph."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -145,7 +145,7 @@ class _Cut:
         self._at_least = 1
 
     def result(self) -> Microbatches:
-        """The graph for one microbatch."""
+        """Return the graph for one microbatch."""
         graph = self._graph
         for leaf in graph.inputs:
             if leaf.meta is not None:
@@ -169,7 +169,7 @@ class _Cut:
         )
 
     def _computes_with_parameters(self, op: Op) -> bool:
-        """Whether a floating point result depends on parameters; in evaluation nothing is differentiable."""
+        """Return True if a floating point result depends on parameters; evaluation differentiates nothing."""
         meta = op.output
         return isinstance(meta, TensorMeta) and is_floating(meta) and op.name not in self._free
 
@@ -182,7 +182,7 @@ class _Cut:
 
     def _walk(self, op: Op) -> None:
         if writes_in_place(op):
-            raise _HindranceError(f"{_where(op)} writes in place, and would do so for each microbatch")
+            raise _HindranceError(f"{_where(op)} writes in place, which each microbatch would repeat")
         if base_name(op).startswith("squeeze") and self._drops_batch_of_one(op):
             self._at_least = 2
         if base_name(op) in _FILLS and isinstance(op.output, TensorMeta):
@@ -210,9 +210,9 @@ class _Cut:
         self._ops += self._rewritten(self._with_whole_sizes(op), strategy)
 
     def _compute_ahead(self, op: Op) -> None:
-        """Take a value that follows from inputs alone from the whole batch."""
+        """Compute a value that depends on inputs alone on the complete batch, and take its microbatch."""
         if not isinstance(op.output, TensorMeta):
-            self._apart.add(op.name)  # what is taken out of it comes here, too
+            self._apart.add(op.name)  # so are values that are taken out of it
             return
         dims = symbolic_dims(op.output)
         sizes = [size.expr for size in op.output.shape if isinstance(size, Size)]
@@ -222,7 +222,7 @@ class _Cut:
         self._ahead[op.name] = op.output
 
     def _with_shared_addend(self, op: Op) -> list[Op]:
-        """A summand plus a value that all microbatches have, of which each adds its share; else nothing."""
+        """Return the operators of a summand plus a shared value, of which each microbatch adds its share."""
         if base_name(op) not in _SUMS or not self._computes_with_parameters(op) or len(op.args) < 2:
             return []
         operands = [self._placements[a.name] if isinstance(a, Ref) else R for a in op.args[:2]]
@@ -243,10 +243,10 @@ class _Cut:
         return [part, replace(op, args=_replaced(op.args, place, Ref(name)))]
 
     def _numbers_rows(self, op: Op) -> bool:
-        """Take an operator that numbers the samples of the batch, or picks each sample by its number.
+        """Accept an operator that numbers the samples of the batch, or picks each sample by its number.
 
-        ``mask[torch.arange(len(mask))[:, None], columns]``, as all models of transformers have it, picks the
-        same elements of a microbatch when samples are numbered within that; other uses mix samples.
+        All models of transformers have ``mask[torch.arange(len(mask))[:, None], columns]``. Numbers within
+        the microbatch pick the same elements there. Other uses of such numbers mix samples.
         """
         numbers = [self._rows[name] for name in op.operands() if name in self._rows]
         name = base_name(op)
@@ -268,7 +268,7 @@ class _Cut:
         return True
 
     def _picks_rows(self, op: Op) -> bool:
-        """Return True if an operator takes of each sample the same elements."""
+        """Return True if an operator takes the same elements of each sample."""
         picked, (rows, *others) = argument_of(op, "self"), argument_of(op, "indices")
         if rows is None or rows.name not in self._rows or self._placements[picked.name] != S(0):
             return False
@@ -282,7 +282,7 @@ class _Cut:
     def _strategy(self, op: Op) -> Strategy:
         """Return the effect of an operator on its operands."""
         if op.target == "module":
-            raise _HindranceError(f"{op.module} runs whole")
+            raise _HindranceError(f"{op.module} falls back to eager")
         if self._apart.intersection(op.operands()):
             raise _HindranceError(f"{_where(op)} mixes the samples of a batch")
         coming = tuple(self._placements[name] for name in input_values(op))
@@ -294,7 +294,7 @@ class _Cut:
         raise _HindranceError(f"{_where(op)} mixes the samples of a batch")
 
     def _with_counts(self, op: Op) -> tuple[Op, Graph]:
-        """The operator for rules, which add up floating point numbers only, as if it counted in these."""
+        """Return the operator as if integers were floats, because rules allow partial sums of floats only."""
         counts = {
             name: replace(self._graph.meta(name), dtype="float32")
             for name in op.operands()
@@ -307,7 +307,7 @@ class _Cut:
         return replace(op, output=output), graph
 
     def _agrees(self, op: Op, strategy: Strategy) -> bool:
-        """Return True if results are cut just where their size depends on the batch's."""
+        """Return True if the results are cut exactly along the dims whose size depends on the batch's."""
         for meta, placement in zip(outputs_of(op), strategy.outputs, strict=True):
             dims = symbolic_dims(meta)
             if (placement.is_shard and dims != [placement.dim]) or (dims and not placement.is_shard):
@@ -315,12 +315,12 @@ class _Cut:
         made = P in strategy.outputs and P not in strategy.inputs
         addend = _ADDENDS.get(base_name(op))
         if made and addend is not None and isinstance(argument_of(op, addend), Ref):
-            return False  # each microbatch would add it
+            return False  # each microbatch would add it again
         known = base_name(op) in _NATURAL or _reduction(op) is not None
         return known or type(rule_for(op)).write is Rule.write or _writes_plainly(op, strategy)
 
     def _rewritten(self, op: Op, strategy: Strategy) -> Iterator[Op]:
-        """The operator for a microbatch, with what divides its result."""
+        """Yield the operator for a microbatch, and the division of its result."""
         made = P in strategy.outputs and P not in strategy.inputs
         is_mean = base_name(op) == "mean" or _reduction(op) == _MEAN
         if not (made and is_mean):
@@ -343,14 +343,14 @@ class _Cut:
         yield replace(op, target="aten.div.Tensor", args=(Ref(part.name), Code(divisor)), kwargs={})
 
     def _counts_samples(self, op: Op) -> bool:
-        """Return True if a mean is over the samples that count."""
+        """Return True for a mean over the samples that count."""
         if argument_of(op, "ignore_index") is None:
             return False
         target = self._graph.meta(argument_of(op, "target").name)
         return not target.dtype.startswith(("float", "bfloat"))
 
     def _with_whole_sizes(self, op: Op) -> Op:
-        """The operator with numbers that are sizes of the whole batch; shapes stay those of a part."""
+        """Return the operator with numbers that mean sizes of the complete batch; shapes stay local."""
         if not any(_has_size(argument) for argument in (*op.args, *op.kwargs.values())):
             return op
         operator = operator_of(op.target)
@@ -369,7 +369,7 @@ class _Cut:
 
 
 def symbolic_dims(meta: TensorMeta) -> list[int]:
-    """The dims whose size depends on the batch's."""
+    """Return the dims whose size depends on the batch's."""
     return [index for index, dim in enumerate(meta.shape) if isinstance(dim, Size)]
 
 
@@ -385,7 +385,7 @@ def _updates_statistics(op: Op) -> bool:
 
 
 def values_of_inputs(graph: Graph) -> set[str]:
-    """The values that follow from inputs, buffers and constants alone, without parameters."""
+    """Return the values that depend on inputs, buffers and constants alone, not on parameters."""
     given = [leaf.name for leaf in graph.inputs if leaf.meta is not None]
     free = {*given, *graph.buffers, *graph.constants}
     for op in graph.ops:
@@ -396,9 +396,9 @@ def values_of_inputs(graph: Graph) -> set[str]:
 
 
 def _some_divisor(graph: Graph) -> int:
-    """A number of parts that the traced batch can be cut into."""
+    """Return a number of equal parts that the traced batch can be cut into."""
     if len(graph.symbols) != 1:
-        raise _HindranceError("the batch's size is not one that may change")
+        raise _HindranceError("the batch has a fixed size")
     ((name, dim),) = graph.symbols.values()
     size = graph.metas[name].hints[dim]
     return next((number for number in range(2, size + 1) if size % number == 0), 2)
@@ -410,7 +410,7 @@ def _reduction(op: Op) -> int | None:
 
 
 def _writes_plainly(op: Op, strategy: Strategy) -> bool:
-    """Return True if an operator's rule, which may write it otherwise for a part, does not."""
+    """Return True if a rule that may rewrite an operator for a shard does not."""
     codes = [f"x{index}" for index in range(len(op.operands()))]
     left = list(codes)
     here = replace(
@@ -429,7 +429,7 @@ def _has_size(argument: Argument) -> bool:
 
 
 def _is_shape(kind: str) -> bool:
-    """Return True if arguments of a type are sizes and places, rather than numbers to compute with."""
+    """Return True if arguments of a type are sizes and positions, not numbers to compute with."""
     return "int" in kind.lower()
 
 
@@ -443,7 +443,7 @@ def _whole_sizes(argument: Argument, symbols: Mapping[str, Any]) -> Argument:
 
 
 def _with_argument(op: Op, name: str, value: Argument) -> Op:
-    """The operator with another value of an argument."""
+    """Return the operator with another value of an argument."""
     operator = operator_of(op.target)
     assert operator is not None
     index = [argument.name for argument in operator._schema.arguments].index(name)
@@ -461,5 +461,5 @@ def _where(op: Op) -> str:
 
 
 def output_refs(graph: Graph) -> list[str]:
-    """Names of the values that a graph returns, once each."""
+    """Return the names of the values that a graph returns, once each."""
     return list(dict.fromkeys(refs_in(graph.outputs)))

@@ -1,4 +1,4 @@
-"""Where stages of a graph may begin, and what each part of it costs."""
+"""Find the places where stages of a graph may begin, and their costs."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _HEAVY = frozenset(
 
 
 _MOST_PLACES = 600
-"""Places of cuts above which only those between submodules are looked at."""
+"""The number of places above which only those between submodules are considered."""
 
 
 class StageCosts(NamedTuple):
-    """The cost of a cut, by the place of the operator that a stage begins with.
+    """The costs of cuts, by the place of the operator that a stage begins with.
 
     Attributes:
-        seconds: Time of all operators before a place.
-        sent: Bytes that cross a place.
-        may: True where a stage may begin.
-        calls: The part of the time that every further microbatch adds, which is calling operators.
-        lasting: Bytes of parameters, gradients and optimizer state that are first used before a place.
-        kept: Bytes that autograd keeps of all operators before a place.
+        seconds: The time of all operators before a place.
+        sent: The bytes that cross a place.
+        may: True if a stage may begin there.
+        calls: The overhead of operator calls within that time, which every further microbatch adds.
+        lasting: The bytes of parameters, gradients and optimizer state with a first use before a place.
+        kept: The bytes that autograd keeps of all operators before a place.
     """
 
     seconds: NDArray[np.float64]
@@ -61,16 +61,16 @@ class StageCosts(NamedTuple):
     kept: NDArray[np.float64]
 
     def of_microbatches(self, count: int) -> StageCosts:
-        """The same for a batch that is cut into so many."""
+        """Return the costs for a batch in this number of microbatches."""
         return self._replace(seconds=self.seconds + (count - 1) * self.calls)
 
 
 class Room(NamedTuple):
-    """The bytes that a rank may hold at some moment.
+    """The memory of a rank at one moment.
 
     Attributes:
-        shares: The share of the batch whose activations it holds, for each of its stages.
-        limit: Bytes that it may take.
+        shares: The share of the batch whose activations each of its stages holds.
+        limit: The bytes that the rank may use.
     """
 
     shares: Mapping[int, float]
@@ -78,7 +78,7 @@ class Room(NamedTuple):
 
 
 class Outline:
-    """The operators of a graph in the order in which stages take them.
+    """The operators of a graph in the order of the stages.
 
     Args:
         graph: The graph for one microbatch.
@@ -92,7 +92,7 @@ class Outline:
 
     @cached_property
     def _last_use(self) -> dict[str, int]:
-        """Return the place of the last operator that uses a value; beyond all for returned values."""
+        """Return the place of the last operator that uses each value; after the end for returned values."""
         found = {name: index for index, op in enumerate(self.ops) for name in op.operands()}
         return found | dict.fromkeys(output_refs(self.graph), len(self.ops))
 
@@ -148,10 +148,10 @@ class Outline:
         return may
 
     def place_of_module(self, name: str) -> int:
-        """The place of the first operator of a submodule.
+        """Return the place of the first operator of a submodule.
 
         Raises:
-            PlanError: It has none.
+            PlanError: The submodule has no operator.
         """
         for index, op in enumerate(self.ops):
             if op.module == name or op.module.startswith(f"{name}."):
@@ -164,7 +164,7 @@ class Outline:
 
 
 def _light(graph: Graph, free: set[str]) -> set[str]:
-    """Of what needs no parameter, the operators that every stage may repeat: all before a heavy one."""
+    """Return the operators without parameters that every stage may repeat: all before a heavy one."""
     light = free - {op.name for op in graph.ops}
     for op in graph.ops:
         if op.name in free and base_name(op) not in _HEAVY and light.issuperset(op.operands()):
@@ -173,18 +173,18 @@ def _light(graph: Graph, free: set[str]) -> set[str]:
 
 
 def without_calls(model: CostModel) -> CostModel:
-    """The same where calling an operator takes no time."""
+    """Return a copy of the cost model without the overhead of operator calls."""
     return replace(model, hardware=replace(model.hardware, overhead=0.0))
 
 
 class Prepared(NamedTuple):
-    """A graph on its way to stages.
+    """A graph that is prepared for stages.
 
     Attributes:
-        graph: The graph of the whole batch, with inputs for masks.
-        draws: The masks that are drawn for these inputs.
+        graph: The graph of the complete batch, with inputs for masks.
+        draws: The masks to draw for these inputs.
         cut: The graph of a microbatch.
-        outline: Its operators in order.
+        outline: The operators of `cut` in order.
     """
 
     graph: Graph
@@ -194,15 +194,15 @@ class Prepared(NamedTuple):
 
 
 def prepare(graph: Graph) -> Prepared:
-    """A graph on its way to stages, which follows from it alone.
+    """Prepare a graph for stages; the result depends on the graph alone.
 
     Raises:
-        UnsupportedError: The forward does what stages cannot do.
+        UnsupportedError: The forward does something that stages cannot do.
     """
     if graph.kept:
         name, reason = next(iter(graph.kept.items()))
         raise UnsupportedError(
-            f"{name} has to run whole, and a stage has only its own parameters: {reason}",
+            f"{name} must run in eager mode, but a stage has only its own parameters: {reason}",
             remedy="Remove the hook, or use strategy 'nnscaler_zero'.",
         )
     sparse = next(
@@ -229,6 +229,6 @@ def traced_sizes(graph: Graph) -> dict[str, int]:
 
 
 def bytes_in(graph: Graph, name: str) -> int:
-    """Bytes of a value for the traced batch."""
+    """Return the bytes of a value for the traced batch."""
     meta = graph.meta(name)
     return prod(meta.hints) * bytes_of(meta.dtype)

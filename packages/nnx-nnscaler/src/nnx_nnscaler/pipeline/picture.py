@@ -1,10 +1,9 @@
-"""When each rank along a pipe worked on what: measured in a few steps of a run, predicted, and drawn as SVG.
+"""Record the actions of each rank along a pipe, and draw them or the predicted schedule as SVG.
 
-A `Timeline` measures, and writes a file in the trace event format of Chrome, which Perfetto and
-``chrome://tracing`` show. An action is measured from when its inputs have arrived until its results are
-there, on the device's own clock, so that what lies between is waiting. Nothing is measured before the first
-steps are over, in which programs are compiled and memory is allocated. `draw` shows the predicted schedule of
-a plan, and below it what a file has.
+A `Timeline` measures actions, and writes a file in Chrome's trace event format for Perfetto and
+``chrome://tracing``. An action lasts from the arrival of its inputs until its results exist, on the device's
+own clock. So the gaps are waiting time. The first steps are not measured, because they compile programs and
+allocate memory. `draw` shows the predicted schedule of a plan, and below it the actions of a file.
 """
 
 from __future__ import annotations
@@ -48,25 +47,25 @@ _COLORS = {
     INPUTS: ("#b2dfdb", "#4db6ac", "#00897b"),
     WEIGHTS: ("#ffe0b2", "#ffb74d", "#fb8c00"),
 }
-"""Darker for each further stage of a rank."""
+"""Colors that get darker for each further stage of a rank."""
 _DIGIT = 8
-"""The width of a digit, and of what stands around a number."""
+"""The width of a digit, and of the margin of a number."""
 WARMUP = 3
-"""Steps before those that are measured."""
+"""The number of steps before the measured ones."""
 MEASURED = 3
-"""Steps that are measured."""
+"""The number of measured steps."""
 _TRACE = "nnx pipeline"
 
 
 class Timeline:
-    """Measures this rank's actions in a few steps, and writes those of all ranks. Making it is collective.
+    """Measures this rank's actions in a few steps, and writes those of all ranks. Construction is collective.
 
     Args:
         path: The file to write.
-        device: The device whose clock is looked at.
+        device: The device whose clock counts.
 
     Attributes:
-        measures: True while actions are to be told.
+        measures: True while actions are recorded.
     """
 
     def __init__(self, path: str, device: torch.device) -> None:
@@ -88,7 +87,7 @@ class Timeline:
         return 0 if self._group is None else dist.get_rank(self._group)
 
     def begin_step(self) -> None:
-        """A training step begins. Collective in the first that is measured, and in the one after the last."""
+        """Begin a training step. Collective in the first measured step, and in the one after the last."""
         self._step += 1
         self.measures = WARMUP <= self._step < WARMUP + MEASURED
         if self._step == WARMUP:
@@ -100,9 +99,7 @@ class Timeline:
     def finish(self) -> None:
         """Write the measurements, once. Collective."""
         if 0 <= self._step < WARMUP and self._rank == 0:
-            log.warning(
-                f"{self._path} stays empty: of {self._step + 1} steps the first {WARMUP} are not measured."
-            )
+            log.warning(f"timeline: {self._path} is empty ({self._step + 1} steps, measured after {WARMUP})")
         if self._is_written or self._step < WARMUP:
             return
         self._is_written, self.measures = True, False
@@ -118,13 +115,13 @@ class Timeline:
 
     @contextmanager
     def during(self, kind: str, stage: int, microbatch: int) -> Iterator[None]:
-        """Around an action."""
+        """Context manager that measures an action."""
         self._begin(Action(kind, stage, microbatch))
         yield
         self._end()
 
     def during_backward(self, kind: str, stage: int, microbatch: int, outputs: Sequence[Tensor]) -> None:
-        """Measure what autograd will do, from the first gradient of outputs until it does something else."""
+        """Measure autograd's work from the first gradient of outputs until autograd starts other work."""
         recorded = [tensor for tensor in outputs if tensor.grad_fn is not None]
 
         def begin(gradient: Tensor) -> None:
@@ -135,7 +132,7 @@ class Timeline:
             register_multi_grad_hook(recorded, begin, mode="any")
 
     def ends_before(self, messages: Sequence[Tensor]) -> None:
-        """Autograd does something else when it comes to what made these: it waits for other ranks."""
+        """End a measurement when autograd reaches these messages, where it waits for other ranks."""
         for node in {tensor.grad_fn for tensor in messages if tensor.grad_fn is not None}:
             node.register_prehook(lambda *unused: self._end())
 
@@ -150,7 +147,7 @@ class Timeline:
 
 
 class _Clock:
-    """A device's clock, in seconds of the host's.
+    """A device's clock, in seconds of the host's clock.
 
     Args:
         device: The device.
@@ -162,14 +159,14 @@ class _Clock:
         self.zero = 0.0
 
     def start(self) -> None:
-        """Look at both clocks at once."""
+        """Read both clocks at the same time."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             self._first = self.now()
         self.zero = time.perf_counter()
 
     def now(self) -> Any:
-        """A mark on the clock."""
+        """Return a mark on the clock."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -177,7 +174,7 @@ class _Clock:
         return event
 
     def seconds(self, mark: Any) -> float:
-        """When a mark was made."""
+        """Return the time of a mark."""
         if self._first is None:
             return float(mark)
         mark.synchronize()
@@ -185,7 +182,10 @@ class _Clock:
 
 
 def _on_one_clock(found: Sequence[tuple[str, float, list[Span]]]) -> Iterator[list[Span]]:
-    """All on the first rank's clock: ranks of one host share it, those of others left a barrier with it."""
+    """Convert all spans to the first rank's clock.
+
+    Ranks of one host share a clock. Ranks of other hosts passed a barrier at the same time.
+    """
     host, zero, _ = found[0]
     for other, its_zero, spans in found:
         shift = 0.0 if other == host else zero - its_zero
@@ -219,13 +219,13 @@ def _write(path: Path, spans: Sequence[Span]) -> None:
 
 
 def read_timeline(path: str | Path) -> list[Span]:
-    """The content of a file.
+    """Read the actions of a file.
 
     Args:
-        path: A file that a run has written.
+        path: A file of a run.
 
     Raises:
-        NnxError: It is no such file, or nothing was measured.
+        NnxError: The file is no timeline, or has no actions.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -233,12 +233,12 @@ def read_timeline(path: str | Path) -> list[Span]:
     except (ValueError, KeyError, TypeError) as error:
         raise NnxError(
             f"{path} is not a timeline: {type(error).__name__}: {error}.",
-            remedy=f"Pass what timeline_file named, when {WARMUP} steps and one more were over.",
+            remedy=f"Pass the file of timeline_file, after a run of more than {WARMUP} steps.",
         ) from None
     if not spans:
         raise NnxError(
             f"{path} has no actions: no forward ran in stages.",
-            remedy="Look at the log, which says why a forward runs whole.",
+            remedy="Read the log, which says why a forward falls back to eager.",
         )
     return spans
 
@@ -250,13 +250,13 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def measured(timeline: str | Path) -> tuple[list[Span], str]:
-    """Return the actions of the last step of a timeline, from its start, with their names.
+    """Return the actions of the last step of a timeline, from its start, with a title.
 
     Args:
-        timeline: A file that the option ``timeline_file`` has named.
+        timeline: A file of the option ``timeline_file``.
 
     Raises:
-        NnxError: It is no such file, or nothing was measured.
+        NnxError: The file is no timeline, or has no actions.
     """
     spans = read_timeline(timeline)
     last = max(span.step for span in spans)
@@ -267,15 +267,15 @@ def measured(timeline: str | Path) -> tuple[list[Span], str]:
 
 
 def draw(plan: PipelinePlan, schedule: str | None = None, *, timeline: str | Path | None = None) -> str:
-    """The predicted schedule of a plan as SVG: a row for each rank, a box for each stage and microbatch.
+    """Draw the predicted schedule of a plan as SVG: a row for each rank, a box for each stage and microbatch.
 
     Args:
-        plan: The plan; a third of a stage's predicted time is taken for the forward pass.
+        plan: The plan. The forward pass counts as a third of a stage's predicted time.
         schedule: The name of the schedule; by default the plan's own.
-        timeline: A file that the option ``timeline_file`` has named: its last step is drawn below.
+        timeline: A file of the option ``timeline_file``, whose last step is drawn below.
 
     Raises:
-        NnxError: The schedule or the file cannot be drawn; the message says why.
+        NnxError: The schedule or the file cannot be drawn, for the reason in the message.
     """
     schedule = schedule or plan.schedule
     spans = predicted(plan, schedule)
@@ -285,7 +285,7 @@ def draw(plan: PipelinePlan, schedule: str | None = None, *, timeline: str | Pat
 
 
 def _page(charts: Sequence[tuple[Sequence[Span], str]]) -> str:
-    """Charts one below the other."""
+    """Return a page with charts one below the other."""
     width, height = _LEFT + _WIDTH + 20, 0
     lines, heads = [], []
     for spans, title in charts:
@@ -303,7 +303,7 @@ def _page(charts: Sequence[tuple[Sequence[Span], str]]) -> str:
 
 
 def _chart(spans: Sequence[Span], head: str, ranks: int, total: float) -> list[str]:
-    """A line of text, and a row for each rank."""
+    """Return a chart: a line of text, and a row for each rank."""
     stages = [sorted({span.action.stage for span in spans if span.rank == rank}) for rank in range(ranks)]
     lines = [f'<text x="{_LEFT}" y="28">{escape(head)}</text>']
     for rank in range(ranks):
@@ -317,7 +317,7 @@ def _chart(spans: Sequence[Span], head: str, ranks: int, total: float) -> list[s
 
 
 def _box(span: Span, loop: int, scale: float) -> str:
-    """A box, with the number of its microbatch if that fits; the pointer shows the rest."""
+    """Return a box, with the number of its microbatch if it fits; a tooltip shows the rest."""
     kind, stage, index = span.action
     x, y = _LEFT + span.start * scale, _TOP + span.rank * (_ROW + _GAP)
     width = (span.stop - span.start) * scale
@@ -331,7 +331,7 @@ def _box(span: Span, loop: int, scale: float) -> str:
 
 
 def _legend(kinds: set[str], several: bool, y: int) -> list[str]:
-    """The legend of the colors."""
+    """Return the legend of the colors."""
     lines, x = [], _LEFT
     for kind in [kind for kind in NAMES if kind in kinds]:
         lines.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{_COLORS[kind][0]}"/>')

@@ -1,13 +1,13 @@
-"""A forward, or a training step, that runs as the stages of a pipeline: planned, kept as text, and run.
+"""Run a forward, or a training step, as the stages of a pipeline: plan it, store it as text, and run it.
 
-`PipelineForm` takes the place of `ProgramForm` in the compiler. The program that it makes takes the whole
-batch, as the module's forward does, sends microbatches through the stages, in GPipe's order or in turns, and
-returns what the forward would, on every rank.
+`PipelineForm` replaces `ProgramForm` in the compiler. Its program takes the complete batch, as the module's
+forward does. It sends microbatches through the stages, in GPipe's order or interleaved, and returns the
+forward's result on every rank.
 
-A `TrainingStep` is what runs for each microbatch of a step: forward, loss and logged values, traced as one
-graph, so that schedules go back with the first microbatches before the last ones have gone forward, also
-where the loss is computed in the step. What a program could not repeat is refused: the step then runs as it
-is, around the stages of its forward.
+A `TrainingStep` runs forward, loss and logged values for each microbatch of a step, traced as one graph. So
+schedules can run the first microbatches backward before the last ones ran forward, even if the step computes
+the loss. A program refuses code that it could not repeat: the step then runs in eager mode, around the stages
+of its forward.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _SECTION = "# === {} ===\n"
 
 @dataclass(frozen=True)
 class PipelineForm(ProgramForm):
-    """Makes pipelines of graphs, and programs where the plan is one of these.
+    """Makes pipelines of graphs, and their programs.
 
     Attributes:
-        axes: This rank's groups with those of the pipeline of a plan. Collective.
-        timeline: Measures what this rank does, where that is asked for.
+        axes: A function that returns this rank's groups for a plan's pipeline. Collective.
+        timeline: The recorder of this rank's actions; None for no measurement.
     """
 
     axes: Callable[[PipelinePlan], Axes]
     timeline: Timeline | None = None
 
     def source(self, graph: Graph, plan: Any, *, title: str, recompute: Sequence[str]) -> str:
-        """The source of every stage, one behind the other."""
+        """Return the source of all stages, one after the other."""
         if not isinstance(plan, PipelinePlan):
             return super().source(graph, plan, title=title, recompute=recompute)
         return source_of(graph, plan, title=title, recompute=recompute)
@@ -72,7 +72,7 @@ class PipelineForm(ProgramForm):
 
 
 def source_of(graph: Graph, plan: PipelinePlan, *, title: str = "", recompute: Sequence[str] = ()) -> str:
-    """The source of every stage, one behind the other."""
+    """Return the source of all stages, one after the other."""
     prepared = prepare(graph)
     texts = []
     for stage, own in zip(make_stages(prepared.outline, plan.cuts), plan.stages, strict=True):
@@ -83,7 +83,7 @@ def source_of(graph: Graph, plan: PipelinePlan, *, title: str = "", recompute: S
 
 
 def in_a_row(graph: Graph, plan: PipelinePlan, source: str) -> tuple[PipelinePlan, Program]:
-    """The plan by which the ranks of one stage run all stages, and its program: what a check can call."""
+    """Return the plan by which the ranks of one stage run all stages, and its program, for checks."""
     row = replace(
         plan,
         size=plan.stages[0].size,
@@ -95,7 +95,7 @@ def in_a_row(graph: Graph, plan: PipelinePlan, source: str) -> tuple[PipelinePla
 
 
 def _sections(source: str) -> list[str]:
-    """The source of each stage, with empty lines before it so that line numbers are those of the file."""
+    """Return the source of each stage, with empty lines before it to keep the file's line numbers."""
     mark = _SECTION.partition("{}")[0]
     texts: list[str] = []
     lines = 0
@@ -106,16 +106,16 @@ def _sections(source: str) -> list[str]:
 
 
 class PipelineProgram:
-    """A program that is called as any other one.
+    """A pipeline with the interface of a program.
 
     Args:
         graph: The traced forward.
-        plan: Its plan.
-        source: The sources of the stages.
-        path: The file that has them; None if there is none.
+        plan: The plan of the forward.
+        source: The source of the stages.
+        path: The file with the sources; None if there is none.
         pipe: The ranks along the pipe; None if one rank has all stages.
         stage: The collectives of the ranks of a stage; None for those of the runtime.
-        timeline: Measures what this rank does, where that is asked for.
+        timeline: The recorder of this rank's actions; None for no measurement.
     """
 
     def __init__(
@@ -180,11 +180,11 @@ class PipelineProgram:
     def order_for(
         self, symbols: Mapping[str, int], *, scales: bool = True
     ) -> tuple[int, tuple[Action, ...] | None]:
-        """The number of microbatches, and what this rank does in turns; None for GPipe's order.
+        """Return the number of microbatches, and this rank's actions by the schedule; None for GPipe's order.
 
         Args:
             symbols: The size of the batch, by its symbol.
-            scales: True if it is known what a loss is multiplied by.
+            scales: True if the factor of a loss is known.
         """
         plan = self.plan
         counts = list(possible_counts(self.cut, symbols, plan.microbatches, plan.divisible))
@@ -197,7 +197,7 @@ class PipelineProgram:
         return counts[0], None
 
     def _drawn(self, symbols: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
-        """Masks for the whole batch: every rank draws all, as one process would, and keeps its own."""
+        """Draw masks for the complete batch on every rank, as one process would; each keeps its own."""
         needed = {name for number in self.lineup.own for name in self.lineup.stages[number].arguments}
         found = {}
         for draw in self._draws:
@@ -215,7 +215,7 @@ class PipelineProgram:
         constants: Mapping[str, Tensor],
         inputs: Mapping[str, Tensor],
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """How many samples count, for each mean over those, and other values of the whole batch."""
+        """Count the samples for each mean, and compute other values of the complete batch."""
         if self._ahead is None:
             return {}, {}
         program, names = self._ahead
@@ -228,7 +228,7 @@ class PipelineProgram:
         return counts, dict(zip(self.cut.ahead, values, strict=True))
 
     def _microbatches(self, inputs: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-        """The inputs of each microbatch."""
+        """Return the inputs of each microbatch."""
         found: list[dict[str, Tensor]] = [{} for _ in range(count)]
         for name, tensor in inputs.items():
             placement = self.cut.placements.get(name, R)
@@ -268,7 +268,7 @@ class PipelineProgram:
         return self._output(call.runtime, call.root, {}, {}, *arguments)
 
     def _joined(self, name: str, parts: list[Tensor]) -> Tensor:
-        """The whole of a value that the microbatches have parts or summands of."""
+        """Join the shards or summands of the microbatches to the complete value."""
         placement = self.cut.placements.get(name, R)
         if len(parts) == 1:
             return parts[0]
@@ -280,7 +280,7 @@ class PipelineProgram:
         return join_parts(parts, placement)
 
     def _share_written(self, call: Call) -> None:
-        """Give all ranks the buffers that stages have written."""
+        """Broadcast the buffers that stages have written to all ranks."""
         with torch.no_grad():
             for stage in self.lineup.stages:
                 for fqn in stage.writes if self.lineup.pipe is not None else ():
@@ -289,7 +289,7 @@ class PipelineProgram:
 
 
 class _First(torch.autograd.Function):
-    """The first of equal values; a backward through it comes to all, as every rank waits for each."""
+    """The first of equal values; its backward reaches all of them, because every rank waits for each."""
 
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Draw random masks of a batch before it is split."""
+"""Draw the random masks of a batch before it is cut into microbatches."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from nnx_nnscaler.rules.rule import (
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A dropout mask, which is drawn for the whole batch, as one process would.
+    """A dropout mask that is drawn for the complete batch, as in one process.
 
     Attributes:
-        name: The input that takes it.
-        meta: Its shape and dtype.
+        name: The input for the mask.
+        meta: The shape and dtype.
         p: The probability of a zero.
     """
 
@@ -33,13 +33,13 @@ class Draw:
 
 
 def draw_masks_first(graph: Graph) -> tuple[Graph, tuple[Draw, ...]]:
-    """The same graph with inputs for its dropout masks, and what has to be drawn for them, in order.
+    """Return the graph with inputs for its dropout masks, and the masks to draw for them, in order.
 
     Args:
         graph: A traced forward.
 
     Raises:
-        UnsupportedError: It draws random numbers otherwise.
+        UnsupportedError: The graph draws random numbers in another way.
     """
     ops: list[Op] = []
     draws: list[Draw] = []
@@ -60,7 +60,7 @@ def draw_masks_first(graph: Graph) -> tuple[Graph, tuple[Draw, ...]]:
             constants |= attention.constants
         else:
             raise UnsupportedError(
-                f"{op.target} draws random numbers ({op.source or op.module}), which stages cannot do alike.",
+                f"{op.target} draws random numbers ({op.source or op.module}); stages would differ.",
                 remedy="Draw them outside of the forward, and pass them as an input.",
             )
     if not draws:
@@ -72,16 +72,16 @@ def draw_masks_first(graph: Graph) -> tuple[Graph, tuple[Draw, ...]]:
 
 
 def meta_of(tensor: Tensor) -> TensorMeta:
-    """The look of a constant."""
+    """Return the description of a constant."""
     return TensorMeta(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 class _Attention:
-    """Attention with dropout as its single steps, of which one multiplies the weights by a mask.
+    """Attention with dropout as single operators, of which one multiplies the weights by a mask.
 
     Args:
         op: The operator.
-        graph: Its graph.
+        graph: The graph of the operator.
         mask: The name of the mask.
     """
 
@@ -115,7 +115,7 @@ class _Attention:
         self.draw = Draw(mask, TensorMeta(scores, dtype), float(argument_of(op, "dropout_p")))
 
     def _masked(self, found: Ref, graph: Graph, scores: tuple[Dim, ...]) -> Ref:
-        """The scores where they count."""
+        """Return the scores with masked positions removed."""
         mask = argument_of(self._op, "attn_mask")
         if argument_of(self._op, "is_causal"):
             queries, keys = scores[-2:]
@@ -139,7 +139,7 @@ class _Attention:
     def _step(
         self, name: str, target: str, args: tuple[Any, ...], shape: tuple[Dim, ...], dtype: str = ""
     ) -> Ref:
-        """Add an operator; a reference to its result."""
+        """Add an operator, and return a reference to its result."""
         output = self._op.output
         assert isinstance(output, TensorMeta)
         meta = TensorMeta(shape, dtype or output.dtype, output.differentiable and not dtype)

@@ -1,8 +1,8 @@
-"""The search for a pipeline: where a graph is cut, how each stage is planned, and whether it pays.
+"""Search for a pipeline: cut the graph, plan each stage, and compare with a plan without stages.
 
-`plan_pipeline` plans the pipeline that is asked for. `with_stages` answers what policy ``autodist`` asks:
-whether a unit runs one program on all of its ranks or a pipeline. Stages are chosen where nothing else fits
-into the memory, or where they are predicted to be clearly faster.
+`plan_pipeline` plans the requested pipeline. `with_stages` decides for policy ``autodist`` if a unit runs one
+program on all of its ranks or a pipeline. It chooses stages if nothing else fits into the memory, or if they
+are predicted to be clearly faster.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from nnx_nnscaler.plan.schedules import (
 )
 
 PER_RANK = 4
-"""Microbatches for each rank along the pipe, where nobody says how many."""
+"""The default number of microbatches for each rank along the pipe."""
 _ROUNDS = 4
-"""How often the search's limits are tightened until what is planned stays within the memory."""
+"""The maximum number of times that the search tightens its limits to make a plan fit into the memory."""
 
 
 class PipelineOptions(NamedTuple):
-    """The user's request for a pipeline.
+    """The request for a pipeline.
 
     Attributes:
         arrangement: The stages of each rank along the pipe.
-        microbatches: The number of microbatches of a batch; None to have it chosen.
-        cuts: Names of the submodules that the second and later stages begin with; empty to have them chosen.
+        microbatches: The number of microbatches of a batch; None to choose it.
+        cuts: The names of the submodules that the second and later stages begin with; empty to choose them.
         policy: The policy by which the ranks of a stage share its operators.
-        inner: Ranks of a stage.
+        inner: The number of ranks of a stage.
         schedule: The order in which ranks work.
     """
 
@@ -76,23 +76,23 @@ def plan_pipeline(
 
     Args:
         graph: The traced forward.
-        options: The arrangement, schedule, microbatches and cuts asked for.
-        costs: The figures that time is predicted with.
+        options: The requested arrangement, schedule, microbatches and cuts.
+        costs: The cost model.
         layout: The placement of parameters that an earlier program has decided.
         constraints: The strategies by which ranks split operators within stages, by names of modules.
-        memory_limit: Bytes that each rank may use.
+        memory_limit: The bytes that each rank may use.
         units: The number of units that share the work.
         zero: True if units shard model states.
 
     Raises:
-        PlanError: The model cannot be cut so, or not into so little memory, or the batch not into so many
-            microbatches.
-        UnsupportedError: The forward does what stages cannot do.
+        PlanError: The model cannot be cut so, the memory is too small, or the batch cannot become this number
+            of microbatches.
+        UnsupportedError: The forward does something that stages cannot do.
     """
     if layout is not None and layout.homes is None:
         raise UnsupportedError(
-            "the first call could not be cut into stages, so every rank stores the whole model.",
-            remedy="Change what was in the way then, or use strategy 'nnscaler_zero'.",
+            "the first call could not be cut into stages, so every rank stores the complete model.",
+            remedy="Change the code that the log named then, or use strategy 'nnscaler_zero'.",
         )
     prepared = prepare(graph)
     mesh = Mesh(costs, units, zero, options.schedule, 1)
@@ -145,13 +145,13 @@ class _Search:
         return self._limit is None or max(used.peak for used in plan.usage) <= self._limit
 
     def best(self, wished: int) -> PipelinePlan:
-        """The best plan for a number of microbatches; if none fits, the one that misses least.
+        """Return the best plan for a number of microbatches; if none fits, the closest one.
 
-        The first is the fastest of all. What stages take is known for sure only when they are planned, so the
-        search's limits are tightened by what ranks exceed theirs.
+        The first try is the fastest plan. Only a plan shows the exact memory of its stages, so each try
+        tightens the search's limits by the excess of the one before.
 
         Args:
-            wished: The number of microbatches that a batch should become.
+            wished: The requested number of microbatches of a batch.
         """
         options, limit = self._options, self._limit
         most = [inf if limit is None else float(limit)] * options.arrangement.ranks
@@ -172,14 +172,14 @@ class _Search:
         return min(found, key=lambda plan: max(used.peak for used in plan.usage))
 
     def _tried(self, cuts: Sequence[int], wished: int) -> list[PipelinePlan]:
-        """The plan of a cut, and where that takes too much and ranks can split operators, one that does."""
+        """Return the plan of a cut; if it is too large and ranks can split operators, also a smaller one."""
         plan = self._planned(cuts, wished)
         if self.fits(plan) or self._options.inner == 1:
             return [plan]
         return [plan, self._planned(cuts, wished, before=plan)]
 
     def _cuts(self, wished: int, limits: Sequence[float]) -> list[int] | None:
-        """Where stages begin: as named, or near the parameters that lie already, or as is fastest."""
+        """Return the cuts: the named ones, those near the parameters' homes, or the fastest ones."""
         options, outline = self._options, self._prepared.outline
         if options.cuts:
             return _named_cuts(outline, options.cuts)
@@ -195,7 +195,7 @@ class _Search:
         return choose_cuts(each, stages, rooms=rooms(options.arrangement, schedule, count, limits))
 
     def _even_cuts(self, wished: int) -> list[int]:
-        """Cuts that make stages about equal in bytes instead of time."""
+        """Return cuts that make stages about equal in bytes instead of time."""
         arrangement, prices = self._options.arrangement, self._prices
         share = max(
             max(room.shares.values())
@@ -205,7 +205,7 @@ class _Search:
         return choose_cuts(even, arrangement.stages) or []
 
     def _order(self, wished: int, divisible: Sequence[tuple[str, int]] = ()) -> tuple[str, int]:
-        """The schedule that the traced batch runs in, and its number of microbatches."""
+        """Return the schedule of the traced batch, and its number of microbatches."""
         counts = list(possible_counts(self._prepared.cut, self._symbols, wished, divisible))
         ranks, stages, _ = self._options.arrangement
         for count in counts:
@@ -214,7 +214,7 @@ class _Search:
         return "gpipe", counts[0]
 
     def _planned(self, cuts: Sequence[int], wished: int, before: PipelinePlan | None = None) -> PipelinePlan:
-        """The plan of a cut; with a plan of it that takes too much, one that tries to take less."""
+        """Return the plan of a cut; after a plan of it that is too large, one with less memory."""
         options, prepared, arrangement = self._options, self._prepared, self._options.arrangement
         stages = make_stages(prepared.outline, cuts)
         homes = homes_of(stages, arrangement) if self._layout is None else self._layout.homes or {}
@@ -257,7 +257,7 @@ class _Search:
     def _plan_stages(
         self, stages: Sequence[Stage], limits: Sequence[int | None]
     ) -> tuple[list[ProgramPlan], dict[str, Stored]]:
-        """The plan of every stage; parameters that several use lie as the first of them wants."""
+        """Plan every stage; a parameter of several stages gets the placement of the first of them."""
         options, layout, mesh = self._options, self._layout, self._mesh
         known: dict[str, Stored] = {}
         if layout is not None:
@@ -285,9 +285,9 @@ class _Search:
 
 
 def loss_of(graph: Graph, cut: Microbatches) -> str | None:
-    """The value among a forward's results that is its loss; None if there is none.
+    """Return the loss among a forward's results; None if there is none.
 
-    That is the only number that all samples add up to, or the one that is returned as ``loss``.
+    It is the only number that sums over all samples, or the one that is returned as ``loss``.
     """
     numbers = [
         name
@@ -301,12 +301,12 @@ def loss_of(graph: Graph, cut: Microbatches) -> str | None:
 
 
 def _notes(prepared: Prepared, schedule: str, loss: str | None) -> tuple[str, ...]:
-    """The facts about microbatches and schedule that the user should know."""
+    """Return the facts about microbatches and schedule that the user should know."""
     hindrance = prepared.cut.hindrance
-    where = "" if prepared.graph.training else "in evaluation "
-    notes = [f"{where}no microbatches: {hindrance}"] if hindrance else []
+    where = "" if prepared.graph.training else " of evaluation"
+    notes = [f"cannot cut the batch{where} into microbatches ({hindrance})"] if hindrance else []
     if schedule != "gpipe" and prepared.graph.training and (hindrance or loss is None):
-        reason = "no microbatches" if hindrance else "the forward does not return one loss of all samples"
+        reason = "no microbatches" if hindrance else "the forward returns no single loss of all samples"
         notes.append(f"schedule 'gpipe' instead of {schedule!r}: {reason}")
     return tuple(notes)
 
@@ -316,22 +316,22 @@ def _named_cuts(outline: Outline, names: Sequence[str]) -> list[int]:
     if places != sorted(set(places)) or 0 in places:
         order = sorted(names, key=outline.place_of_module)
         raise PlanError(
-            f"stage_cuts={list(names)} are not in the order in which the forward comes to them, or the first "
+            f"stage_cuts={list(names)} are not in the order in which the forward reaches them, or the first "
             "one begins with the forward itself.",
-            remedy=f"Name each stage's first submodule but the first stage's, such as {order}.",
+            remedy=f"Name the first submodule of each stage except the first stage, such as {order}.",
         )
     may = outline.may_begin()
     for name, place in zip(names, places, strict=True):
         if not may[place]:
             raise PlanError(
-                f"a stage cannot begin with {name!r}: a buffer that is written before is used behind it.",
+                f"a stage cannot begin with {name!r}: a buffer that is written before it is used after it.",
                 remedy="Name a submodule before or after.",
             )
     return places
 
 
 def _smaller(plan: Callable[..., ProgramPlan], limit: int) -> ProgramPlan:
-    """A plan within a limit, or the one that comes near to it."""
+    """Return a plan within a limit, or the one closest to it."""
     whole = plan()
     for share in (1.0, 0.5):
         with suppress(PlanError):
@@ -341,7 +341,7 @@ def _smaller(plan: Callable[..., ProgramPlan], limit: int) -> ProgramPlan:
 
 
 def _with_known(policy: str | Policy, known: Mapping[str, Stored]) -> Policy:
-    """A policy under which some parameters lie as they do already."""
+    """Return a policy under which some parameters keep their present placement."""
     name, narrow = policy_of(policy)
 
     def narrowed(context: PolicyContext) -> Any:
@@ -358,14 +358,14 @@ def _with_known(policy: str | Policy, known: Mapping[str, Stored]) -> Policy:
 def _wished_microbatches(
     prepared: Prepared, options: PipelineOptions, layout: FixedLayout | None, limit: int | None
 ) -> list[int]:
-    """How many microbatches a batch should become; more only if that is what fits into the memory."""
+    """Return the numbers of microbatches to try; larger ones only help to fit into the memory."""
     if prepared.cut.hindrance:
         return [1]
     (batch,) = traced_sizes(prepared.graph).values()
     if options.microbatches is None:
         number = PER_RANK * options.arrangement.ranks
         more = [number << power for power in range(1, 32) if number << power <= batch and limit is not None]
-        return [number, *(more if options.inner == 1 else more[-1:])]  # it takes long to plan each
+        return [number, *(more if options.inner == 1 else more[-1:])]  # planning is slow then
     if layout is None and batch % options.microbatches:
         raise PlanError(
             f"pipeline_nmicros={options.microbatches} does not divide a batch of {batch} samples.",
@@ -375,12 +375,12 @@ def _wished_microbatches(
 
 
 def _explained(plan: PipelinePlan, outline: Outline) -> str:
-    """The cut, the bubble and the memory as one clause."""
+    """Return the cut, the bubble and the memory as one clause."""
     first = [outline.ops[place].module or "the forward itself" for place in plan.cuts]
     times = ", ".join(f"{seconds * 1e3:.3g}" for seconds in plan.seconds)
     waits = plan.bubble
     if plan.schedule != "gpipe":
-        with suppress(OptionError):  # a schedule that does not take so many is not run
+        with suppress(OptionError):  # another schedule runs instead of one that refuses the number
             waits = waiting_share(predicted(plan, plan.schedule))
     states, peaks = (", ".join(map(bytes_text, one)) for one in zip(*plan.usage, strict=True))
     return (

@@ -1,10 +1,10 @@
-"""The cut of a graph into stages: where it is made, what crosses it, and which rank has which stage.
+"""Cut a graph into stages: their operators, the values between them, and the rank of each parameter.
 
-A cut lies between two operators of the traced order. What follows from inputs, buffers and constants alone,
-such as masks, is cheap, and computed by every stage that needs it; all else crosses the cuts. The search is
-exact: among all cuts that fit into the memory and whose longest stage is as short as can be, up to 2 %, it
-finds the one that sends the fewest bytes. Where a rank has one stage, a chain of choices is searched; where
-it has several, whose bytes add up, HiGHS solves a program.
+A cut lies between two operators of the traced order. Values that depend on inputs, buffers and constants
+alone, such as masks, are cheap, and every stage that needs one computes it. All other values cross the cuts.
+The search is exact. Among all cuts that fit into the memory and whose longest stage is within 2 % of the
+shortest possible, it finds the one that sends the fewest bytes. With one stage per rank, it searches a chain
+of choices. With several, whose bytes add up, HiGHS solves an integer program.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Stage:
     """One stage.
 
     Attributes:
-        number: Its place in the pipeline.
-        graph: The graph that it computes, whose outputs are a tuple of values.
-        arguments: Names of its inputs: inputs of the model, and values of other stages.
-        gives: Names of the values that it returns.
-        writes: Fully qualified names of the buffers that it writes.
+        number: The index of the stage in the pipeline.
+        graph: The graph of the stage, whose outputs are a tuple of values.
+        arguments: The names of its inputs: inputs of the model, and values of other stages.
+        gives: The names of the values that it returns.
+        writes: The fully qualified names of the buffers that it writes.
     """
 
     number: int
@@ -43,14 +43,14 @@ class Stage:
 
 
 def make_stages(outline: Outline, cuts: Sequence[int]) -> list[Stage]:
-    """The stages that begin at these places.
+    """Return the stages that begin at these places.
 
     Args:
         outline: The operators.
         cuts: The places at which the second and later stages begin.
 
     Raises:
-        UnsupportedError: The model returns a parameter as it is.
+        UnsupportedError: The model returns a parameter unchanged.
     """
     graph = outline.graph
     bounds = [0, *cuts, len(outline.ops)]
@@ -64,7 +64,7 @@ def make_stages(outline: Outline, cuts: Sequence[int]) -> list[Stage]:
     for name in output_refs(graph):
         if name in graph.parameters:
             raise UnsupportedError(
-                f"the forward returns the parameter {graph.parameters[name]!r} as it is.",
+                f"the forward returns the parameter {graph.parameters[name]!r} unchanged.",
                 remedy="Read it from the module where it is needed.",
             )
         if name in stage_of or name in outline.free:
@@ -88,7 +88,7 @@ def make_stages(outline: Outline, cuts: Sequence[int]) -> list[Stage]:
 
 
 def _needed(outline: Outline, ops: Sequence[Op], returned: Sequence[str]) -> list[str]:
-    """All values that operators use, and those that free operators need to make them."""
+    """Return all values that operators use, and those that free operators need to compute them."""
     graph = outline.graph
     wanted = {name: None for op in ops for name in op.operands()} | dict.fromkeys(returned)
     for op in reversed(graph.ops):
@@ -143,7 +143,7 @@ def _stage(
 
 
 def homes_of(stages: Sequence[Stage], arrangement: Arrangement) -> dict[str, int]:
-    """The rank along the pipe that stores each parameter: that of the first stage that uses it."""
+    """Return the rank along the pipe of the first stage that uses each parameter; it stores the parameter."""
     found: dict[str, int] = {}
     for stage in stages:
         for fqn in stage.graph.parameters.values():

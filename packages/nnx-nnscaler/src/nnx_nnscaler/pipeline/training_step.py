@@ -1,4 +1,4 @@
-"""Training steps whose backward runs inside the pipeline."""
+"""Run training steps whose backward runs inside the pipeline."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from nnx_nnscaler.trace.guard import replaced
 from nnx_nnscaler.trace.structure import Refusal, is_constant
 
 _UNSEEN = ...
-"""Stands, in what a program is called with, for a value that the step must not look at."""
+"""Replaces, in the arguments of a program, a value that the step must not read."""
 
 
 _REDUCTIONS = {getattr(torch, name): name for name in ("mean", "sum", "max", "min")}
 
 
-# While a step is traced, calls of ``self.log`` become outputs of the graph; after each run they are repeated
-# with the values of the whole batch. A program cannot repeat what asks the Trainer, appends to a list or
-# prints: the user is told why the step runs as it is.
+# During a trace, calls of ``self.log`` become outputs of the graph. After each run they are repeated with the
+# values of the complete batch. A program cannot repeat a read of the Trainer, an append to a list, or a
+# print: then the step falls back to eager, and the log says why.
 
 
 class TrainingStep(nn.Module):
-    """A module whose forward is another module's ``training_step``; it is only ever traced.
+    """A module whose forward is another module's ``training_step``; it is only traced.
 
     Args:
         module: A LightningModule.
-        forwards: The stand-ins of forwards that it calls.
+        forwards: The replacements of forwards that it calls.
     """
 
     def __init__(self, module: nn.Module, forwards: Programs) -> None:
@@ -49,7 +49,7 @@ class TrainingStep(nn.Module):
         self._forwards = forwards
 
     def forward(self, *batch: Any) -> dict[str, Any]:
-        """The loss, the result of the step, and its logged values."""
+        """Return the loss, the result of the step, and its logged values."""
         module: Any = self.module
         refuse_effects(self, of=type(module))
         logged: list[dict[str, Any]] = []
@@ -64,7 +64,7 @@ class TrainingStep(nn.Module):
         if not isinstance(loss, Tensor) or loss.ndim:
             raise Refusal("it returns no loss")
         if not all(isinstance(leaf, Tensor) or leaf is None for leaf in tree_leaves(returned)):
-            raise Refusal("it returns something else than tensors")
+            raise Refusal("it returns other results than tensors")
         return {"loss": loss, "returned": returned, "logged": logged}
 
 
@@ -76,7 +76,7 @@ def _refusing(what: str) -> Callable[..., NoReturn]:
 
 
 def _recorder(module: Any, logged: list[dict[str, Any]]) -> Callable[..., None]:
-    """The stand-in for ``self.log`` in a trace."""
+    """Return the replacement of ``self.log`` in a trace."""
     signature = inspect.signature(module.log)
     if not type(module).log.__module__.startswith(("lightning.", "pytorch_lightning.")):
         raise Refusal("it has a `log` of its own")
@@ -96,7 +96,7 @@ def _recorder(module: Any, logged: list[dict[str, Any]]) -> Callable[..., None]:
     return log
 
 
-_refuse_to_look = _refusing("looks at its batch index, or at a number or text in its batch: others each time")
+_refuse_to_look = _refusing("reads its batch index, or a number or text in its batch: these change")
 
 
 _LOOKS = (
@@ -113,20 +113,20 @@ _Unseen: Any = type(
     (),
     {f"__{name}__": _refuse_to_look for name in _LOOKS} | {"__class__": property(_refuse_to_look)},
 )
-"""Stands for a number or a text that changes from step to step, while a program stays as it is."""
+"""Replaces a number or a text that changes from step to step, because a program does not change."""
 
 
 @dataclass(frozen=True)
 class StepForm(PipelineForm):
-    """Makes pipelines of steps, where their microbatches can go in turns."""
+    """Makes pipelines of steps whose microbatches can be interleaved."""
 
-    def plan(self, graph: Graph, layout: FixedLayout | None) -> Any:  # noqa: D102 # as the base class says
+    def plan(self, graph: Graph, layout: FixedLayout | None) -> Any:  # noqa: D102 # as in the base class
         plan = super().plan(graph, layout)
         hindrance = prepare(graph).cut.hindrance
         if hindrance or not plan.loss:
             raise UnsupportedError(
-                f"{hindrance or 'its loss is not one number that all samples add up to'}.",
-                remedy="Use pipeline_scheduler='gpipe', which computes the loss for the whole batch.",
+                f"{hindrance or 'its loss is not one number that sums over all samples'}.",
+                remedy="Use pipeline_scheduler='gpipe', which computes the loss for the complete batch.",
             )
         return plan
 
@@ -154,7 +154,7 @@ class Steps:
         self.programs = programs
 
     def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a step, by its program if there can be one, and return its result."""
+        """Run a step, by its program if possible, and return its result."""
         root = self.programs.root
         module: Any = root.module
         own = getattr(step, "__func__", None) is getattr(type(module), "training_step", _UNSEEN)
@@ -172,11 +172,11 @@ class Steps:
 
 
 def _changes(leaf: Any) -> bool:
-    """Return True if something in a batch is likely to be another in the next one."""
+    """Return True if an item of a batch is likely to change in the next batch."""
     return isinstance(leaf, (str, int, float, complex)) and not isinstance(leaf, bool)
 
 
 def goes_in_turns(program: Any) -> bool:
-    """Return True if a forward's program has to be left to a step to go in turns, and the step may be cut."""
+    """Return True if a forward's program leaves interleaving to the step, and the step may be cut."""
     is_left = isinstance(program, PipelineProgram) and program.plan.schedule != "gpipe"
     return is_left and not program.plan.loss and not program.cut.hindrance

@@ -27,7 +27,7 @@ from nnx_nnscaler.plan.schedules import (
 from nnx_nnscaler.rules.rule import replicate
 
 _SURE = 1.1
-"""Stages have to be predicted to be so much faster: they wait for each other, which is predicted worst."""
+"""The minimum predicted speedup of stages. Their waiting is the least certain prediction."""
 
 
 def with_stages(
@@ -41,15 +41,15 @@ def with_stages(
     units: int = 1,
     zero: bool = False,
 ) -> ProgramPlan | PipelinePlan:
-    """The plan of one program, or a pipeline in its place.
+    """Return the plan of one program, or a pipeline in its place.
 
     Args:
         graph: The traced forward.
-        plan: Makes the plan of one program.
-        size: Ranks of the unit.
-        costs: The figures that time and memory are predicted with.
+        plan: The function that plans one program.
+        size: The number of ranks of the unit.
+        costs: The cost model.
         constraints: The strategies by which ranks split operators within stages, by names of modules.
-        memory_limit: Bytes that each rank may use.
+        memory_limit: The bytes that each rank may use.
         units: The number of units that share the work.
         zero: True if units shard model states.
 
@@ -77,7 +77,7 @@ def with_stages(
 
 
 def _work(graph: Graph, costs: CostModel) -> float:
-    """Seconds of computation that no plan saves, on one rank."""
+    """Return the seconds of computation that no plan saves, on one rank."""
     prices = without_calls(costs).prices(graph, size=1)
     return sum(prices.operator(op, replicate(op)).seconds for op in graph.ops if op.target != "getitem")
 
@@ -85,10 +85,10 @@ def _work(graph: Graph, costs: CostModel) -> float:
 def _best(
     graph: Graph, size: int, costs: CostModel, bound: float, **given: Any
 ) -> tuple[float, PipelinePlan] | None:
-    """The fastest pipeline, with its seconds; None where none fits and takes less than so many.
+    """Return the fastest pipeline, with its seconds; None if none fits within this time.
 
-    Of those with as many ranks along the pipe, GPipe's order is taken where it fits into the memory, as it
-    takes any forward; 1F1B keeps fewer activations.
+    With equal ranks along the pipe, it takes GPipe's order if that fits into the memory, because it accepts
+    any forward. 1F1B keeps fewer activations.
     """
     try:
         prepared = prepare(graph)
@@ -123,13 +123,13 @@ def _least_seconds(prepared: Prepared, prices: StageCosts, options: PipelineOpti
 
 
 def seconds_of(plan: PipelinePlan, prepared: Prepared, prices: StageCosts, costs: CostModel) -> float:
-    """Predicted time of one step: computation, waiting, and what passes between stages.
+    """Return the predicted time of one step: computation, waiting, and messages between stages.
 
     Args:
         plan: The plan.
-        prepared: Its graph.
+        prepared: The graph of the plan.
         prices: The costs of its cuts.
-        costs: The figures that it was made with.
+        costs: The cost model of the plan.
     """
     graph, outline = prepared.cut.graph, prepared.outline
     count = next(possible_counts(prepared.cut, traced_sizes(graph), plan.microbatches, plan.divisible))
@@ -140,7 +140,7 @@ def seconds_of(plan: PipelinePlan, prepared: Prepared, prices: StageCosts, costs
         start, stop = bounds[stage.number : stage.number + 2]
         again = (count - 1) * float(prices.calls[stop] - prices.calls[start])
         came = sum(bytes_in(graph, name) for name in stage.arguments if name not in graph.metas) / count
-        message = link.seconds("all_gather", 2 * came, 2) if came else 0.0  # each of two ranks sends half
+        message = link.seconds("all_gather", 2 * came, 2) if came else 0.0  # of two ranks, each sends half
         each = (own.prediction.time + again) / count
         forward.append(each * FORWARD_SHARE + message)
         backward.append(each * (1 - FORWARD_SHARE) + message)

@@ -1,4 +1,4 @@
-"""The rule of an annotated operator: its strategies follow from the text and are tried before use."""
+"""Split annotated operators: strategies follow from the annotation and are tried before use."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _logger = logging.getLogger("nnx.nnscaler")
 
 
 def arguments_of(target: str) -> list[str]:
-    """Names of the arguments of a torch operator, in order."""
+    """Return the names of the arguments of a torch operator, in order."""
     return [argument.name for argument in operator_of(target)._schema.arguments]
 
 
 class AnnotatedRule(Rule):
-    """How one annotated operator can be split.
+    """The rule of one annotated operator.
 
     Args:
-        annotation: The annotation by its author.
+        annotation: The author's annotation.
     """
 
     def __init__(self, annotation: Annotation) -> None:
@@ -51,12 +51,12 @@ class AnnotatedRule(Rule):
         return writer.call(self._local(op, strategy, writer.size))
 
     def _local(self, op: Op, strategy: Strategy, size: int) -> Op:
-        """The call as each rank makes it: an argument that is the size of the split dim is that of a part."""
+        """Return the call of each rank: an argument with the size of the split dim gets the shard's size."""
         given = bound(op).get(strategy.name)
         return with_code(op, **{strategy.name: str(given // size)}) if type(given) is int else op
 
     def _proposed(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
-        """A strategy for every name that can be split evenly and as one placement."""
+        """Return a strategy for every name that can be split evenly and as one placement."""
         tensors = _tensors(op, graph, len(self.annotation.operands))
         annotation = _without_leading(self.annotation, tensors)
         sizes = _sizes(annotation, op, tensors)
@@ -75,13 +75,13 @@ class AnnotatedRule(Rule):
         """Run the proposed strategies on synthetic data.
 
         Raises:
-            AnnotationError: A strategy gives something else than the whole operator.
+            AnnotationError: A strategy gives another result than the unsharded operator.
         """
         run = runner(op)
         if run is None or not strategies:
             return
         if sum(math.prod(meta.hints) for meta in metas) > _MOST_ELEMENTS:
-            _logger.warning("%s is too large here to be tried; its annotation is taken on trust.", op.target)
+            _logger.warning("annotation of %s: not checked, because the operator is too large", op.target)
             return
         for seed, kind in enumerate(DRAWS):
             trial = _trial(op, metas, kind, seed)
@@ -98,7 +98,7 @@ class AnnotatedRule(Rule):
 
 
 def _trial(op: Op, metas: Sequence[TensorMeta], kind: str, seed: int) -> Trial | None:
-    """The whole operator on made-up data, in float64 if its kernel takes that; None if it runs on none."""
+    """Run the unsharded operator on random data, in float64 if its kernel can; None if no kernel runs."""
     run = runner(op)
     bound_of_indices = min((extent for meta in metas for extent in meta.hints if extent > 1), default=1)
     for wide in (True, False):
@@ -108,10 +108,10 @@ def _trial(op: Op, metas: Sequence[TensorMeta], kind: str, seed: int) -> Trial |
             operands = [t.to(getattr(torch, m.dtype)) for t, m in zip(operands, metas, strict=True)]
         try:
             return None if run is None else Trial.of(run, operands, generator)
-        except Exception as error:  # a kernel of somebody's own may raise anything
+        except Exception as error:  # a kernel of a third party may raise anything
             problem = error
     _logger.warning(
-        "%s cannot be tried on made-up data here (%s); its annotation is taken on trust.", op.target, problem
+        "annotation of %s: not checked, because the operator cannot run here (%s)", op.target, problem
     )
     return None
 
@@ -120,14 +120,14 @@ _Tensors = list[tuple[str, list[TensorMeta]]]
 
 
 def _tensors(op: Op, graph: Graph, count: int) -> _Tensors:
-    """Name and tensors of each argument that the annotation lists."""
+    """Return the name and the tensors of each argument that the annotation lists."""
     given = bound(op)
     names = arguments_of(op.target)[:count]
     return [(name, [graph.meta(ref) for ref in refs_in(given.get(name))]) for name in names]
 
 
 def _without_leading(annotation: Annotation, tensors: _Tensors) -> Annotation:
-    """The annotation with ``*`` replaced by the dims that it stands for in the operands."""
+    """Return the annotation with ``*`` replaced by its dims in the operands."""
     for index, (_, metas) in enumerate(tensors):
         for meta in metas:
             count = annotation.leading(index, len(meta.shape))
@@ -137,10 +137,10 @@ def _without_leading(annotation: Annotation, tensors: _Tensors) -> Annotation:
 
 
 def _sizes(annotation: Annotation, op: Op, tensors: _Tensors) -> dict[str, int]:
-    """The size of every name for the traced sample.
+    """Return the size of every name for the traced sample.
 
     Raises:
-        AnnotationError: The operands or results have other dims than the annotation says.
+        AnnotationError: The operands or results have other dims than the annotation.
     """
     found = {
         name: value
@@ -151,9 +151,9 @@ def _sizes(annotation: Annotation, op: Op, tensors: _Tensors) -> dict[str, int]:
     pairs = [(dims, meta, f"argument {name!r}") for dims, (name, metas) in listed for meta in metas]
     results = outputs_of(op)
     if len(results) != len(annotation.results):
-        raise _mismatch(annotation, op, f"it makes {len(results)} results")
+        raise _mismatch(annotation, op, f"it returns {len(results)} results")
     pairs += [(d, m, f"result {i}") for i, (d, m) in enumerate(zip(annotation.results, results, strict=True))]
-    for _ in range(2):  # the second time with what other tensors told
+    for _ in range(2):  # the second pass uses sizes from all tensors
         for dims, meta, where in pairs:
             _note_sizes(found, annotation, op, dims, meta, where)
     return found
@@ -173,7 +173,7 @@ def _note_sizes(
         expected = size if unknown else (known if dim.number is None else dim.number)
         if size != expected or size % known:
             raise _mismatch(annotation, op, f"{where} has shape {list(meta.hints)}")
-        # A composed dim whose first part depends on the batch has no fixed number of groups.
+        # A composed dim whose first factor depends on the batch has no fixed number of groups.
         if len(unknown) == 1 and (len(dim.names) == 1 or isinstance(extent, int)):
             found[unknown[0]] = size // known
 

@@ -1,4 +1,4 @@
-"""The text with which users state how an operator may be split: its grammar, without torch.
+"""Parse the annotations of operators, without torch.
 
 The docstring of `nnx_nnscaler.rules.register_op.register_op` describes the grammar to users.
 """
@@ -19,12 +19,12 @@ _REMEDY = "Write operands and results like 'b k+, n k+ -> b n'; the docstring of
 
 
 class AnnotationError(NnxError, ValueError):
-    """An annotation of an operator cannot be read, does not fit the operator, or is wrong."""
+    """An annotation of an operator cannot be parsed, does not fit the operator, or is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Dim:
-    """One tensor dim: the names it is composed of, the first one varying slowest; none for a number."""
+    """One tensor dim: the names that compose it, the slowest first; none for a number."""
 
     names: tuple[str, ...]
     number: int | None = None
@@ -38,11 +38,11 @@ class Annotation:
     """A parsed annotation.
 
     Attributes:
-        text: The text as it was written.
-        operands: Dims of every argument; None for one that is no tensor.
-        results: Dims of every result.
-        fixed: Names that must not be split.
-        summed: Names over which the operator sums, so that parts of them give partial sums.
+        text: The original text.
+        operands: The dims of every argument; None for one that is no tensor.
+        results: The dims of every result.
+        fixed: The names that must not be split.
+        summed: The names that the operator sums over, so that shards of them give partial sums.
     """
 
     text: str
@@ -53,10 +53,11 @@ class Annotation:
 
     @classmethod
     def parse(cls, text: str) -> Annotation:
-        """Read an annotation.
+        """Parse an annotation.
 
         Raises:
-            AnnotationError: It does not follow the grammar, or contradicts itself; the message has the place.
+            AnnotationError: The text violates the grammar or contradicts itself; the message has the
+                position.
 
         Example:
             >>> annotation = Annotation.parse("(h d^) k+, k+ n -> (h d) n")
@@ -72,7 +73,7 @@ class Annotation:
         return [name for name in found if name not in self.fixed]
 
     def expanded(self, leading: int) -> Annotation:
-        """The same with ``*`` replaced by that many dims."""
+        """Return the annotation with ``*`` replaced by that many dims."""
         names = [f"{_ANY}{index}" for index in range(leading)]
         fixed = self.fixed | set(names) if _ANY in self.fixed else self.fixed
 
@@ -84,7 +85,7 @@ class Annotation:
         return Annotation(self.text, operands, tuple(map(dims_of, self.results)), fixed, self.summed)
 
     def leading(self, index: int, ndim: int) -> int | None:
-        """How many dims the ``*`` of an operand stands for; None if it has none."""
+        """Return the number of dims behind the ``*`` of an operand; None if it has none."""
         dims = self.operands[index]
         if dims is None or all(dim.names != (_ANY,) for dim in dims):
             return None
@@ -93,11 +94,11 @@ class Annotation:
     def placements(
         self, name: str, sizes: Mapping[str, int]
     ) -> tuple[list[Placement], list[Placement]] | None:
-        """Of operands and results where a name is split; None where no placement says that.
+        """Return the placements of operands and results if a name is split; None if there are none.
 
         Args:
-            name: The name.
-            sizes: The sizes of names that are known.
+            name: The name to split.
+            sizes: The known sizes of names.
         """
         operands = [self._cut(dims, name, sizes) for dims in self.operands]
         results = [self._cut(dims, name, sizes) for dims in self.results]
@@ -107,7 +108,7 @@ class Annotation:
         return [(cuts or [R])[0] for cuts in operands], [(cuts or [whole])[0] for cuts in results]
 
     def _cut(self, dims: _Tensor | None, name: str, sizes: Mapping[str, int]) -> list[Placement]:
-        """The shard of one tensor; none if it has no such dim, several if it cannot be cut there."""
+        """Return the shard of one tensor: none without such a dim, several if it cannot be split there."""
         found: list[Placement] = []
         for index, dim in enumerate(dims or ()):
             if name not in dim.names:
@@ -120,7 +121,7 @@ class Annotation:
 
 
 class _Parser:
-    """Reads one annotation from left to right."""
+    """Parses one annotation from left to right."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -130,14 +131,14 @@ class _Parser:
         self.places: dict[str, int] = {}
 
     def annotation(self) -> Annotation:
-        """All of it."""
+        """Parse the complete annotation."""
         operands = self.tensors(until="->")
         if self.token != "->":
             raise self.error("expected '->'")
         self.at += 1
         results = self.tensors(until="")
         if self.token:
-            raise self.error(f"did not expect {self.token!r}")
+            raise self.error(f"unexpected {self.token!r}")
         made = [dims for dims in results if dims is not None]
         marked = {mark: frozenset(n for n, (m, _) in self.marks.items() if m == mark) for mark in "^+"}
         found = Annotation(self.text, tuple(operands), tuple(made), marked["^"], marked["+"])
@@ -145,7 +146,7 @@ class _Parser:
         return found
 
     def tensors(self, until: str) -> list[_Tensor | None]:
-        """Operands or results, up to a token."""
+        """Parse operands or results, up to a token."""
         found: list[_Tensor | None] = []
         while True:
             if self.token == "?" and not until:
@@ -157,7 +158,7 @@ class _Parser:
         return [] if found == [()] and until == "->" else found
 
     def tensor(self) -> _Tensor | None:
-        """One operand or result."""
+        """Parse one operand or result."""
         if self.token == "?":
             self.at += 1
             return None
@@ -165,11 +166,11 @@ class _Parser:
         while self.token and self.token not in (",", "->"):
             dims.append(self.dim())
         if sum(dim.names == (_ANY,) for dim in dims) > 1:
-            raise self.error("'*' stands twice in one tensor")
+            raise self.error("'*' appears twice in one tensor")
         return () if dims == [_Dim((), 1)] and len(dims) == 1 else tuple(dims)
 
     def dim(self) -> _Dim:
-        """One dim with its mark."""
+        """Parse one dim with its mark."""
         if self.token != "(":
             return self.single()
         self.at += 1
@@ -186,7 +187,7 @@ class _Parser:
         return _Dim(tuple(names))
 
     def single(self) -> _Dim:
-        """A name, a number or ``*``, with its mark."""
+        """Parse a name, a number or ``*``, with its mark."""
         token = "*" if self.token == "..." else self.token
         if not token or not re.fullmatch(r"\w+|\*", token):
             raise self.error(f"expected the name of a dim, found {token or 'the end'!r}")
@@ -200,17 +201,17 @@ class _Parser:
         return _Dim((token,))
 
     def mark(self, names: Sequence[str]) -> None:
-        """A mark that follows these names."""
+        """Parse the mark after these names."""
         if self.token not in ("^", "+"):
             return
         for name in names:
             known, _ = self.marks.setdefault(name, (self.token, self.at))
             if known != self.token:
-                raise self.error(f"{name!r} is marked {known!r} before")
+                raise self.error(f"{name!r} has the mark {known!r} before")
         self.at += 1
 
     def check(self, found: Annotation) -> None:
-        """Return True if marks and names agree."""
+        """Check that marks and names agree."""
         used = {n for dims in found.operands for dim in dims or () for n in dim.names}
         made = [{n for dim in dims for n in dim.names} for dims in found.results]
         for name in dict.fromkeys([*self.places]):
@@ -219,9 +220,9 @@ class _Parser:
             in_results = [name in names for names in made]
             problem = ""
             if name in found.summed and any(in_results):
-                problem = "is marked '+', as summed over, and still is in a result"
+                problem = "has the mark '+' of a summed dim, but is in a result"
             elif name not in used:
-                problem = "is in a result but in no operand; a new dim is marked '^'"
+                problem = "is in a result but in no operand; mark a new dim '^'"
             elif name not in found.summed and not all(in_results):
                 problem = "is not in every result; mark it '+' if the operator sums over it, else '^'"
             if problem:
@@ -233,7 +234,7 @@ class _Parser:
         return self.tokens[self.at][0] if self.at < len(self.tokens) else ""
 
     def error(self, problem: str, *, at: int | None = None, back: int = 0) -> AnnotationError:
-        """The problem with its place."""
+        """Return the error with its position."""
         index = self.at - back if at is None else at
         place = self.tokens[index][1] if index < len(self.tokens) else len(self.text)
         return AnnotationError(f"annotation {self.text!r}, character {place + 1}: {problem}.", remedy=_REMEDY)

@@ -1,4 +1,4 @@
-"""Operators that compute element by element or along dims, draw random numbers, or are losses."""
+"""Split operators that compute per element or along dims, draw random numbers, or are losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nnx_nnscaler.rules.rule import (
 
 __all__ = ["RULES"]
 
-# Operators that compute every element by itself, with broadcasting.
+# Operators that compute each element independently, with broadcasting.
 
 
 _UNARY = (
@@ -43,7 +43,7 @@ _BROADCAST = (
 
 
 class Elementwise(Rule):
-    """Cut along any dim, where operands that are broadcast along it stay whole."""
+    """Sharded along any dim; operands that are broadcast along it stay replicated."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -56,26 +56,26 @@ class Elementwise(Rule):
         return [*label_strategies(call, inputs, [labels]), *self.partial(call)]
 
     def operands(self, call: Call) -> list[str]:
-        """Names of the arguments that are broadcast to the result."""
+        """Return the names of the arguments that are broadcast to the result."""
         return call.tensors()
 
     def partial(self, call: Call) -> list[Strategy]:
-        """Strategies on partial sums: none, as the operator is not linear."""
+        """Return the strategies on partial sums: none, because the operator is not linear."""
         return []
 
 
 class _Linear(Elementwise):
-    """Linear operators: partial sums pass through."""
+    """Linear operators, which accept partial sums."""
 
     def partial(self, call: Call) -> list[Strategy]:
         return partial_strategy(call, ["self"])
 
 
 class _Convert(Elementwise):
-    """Another dtype, device or memory format: partial sums pass through where they are not rounded more."""
+    """Conversions of dtype, device or memory format; they accept partial sums without more rounding."""
 
     def operands(self, call: Call) -> list[str]:
-        return ["self"]  # another only shows its dtype
+        return ["self"]  # another operand only gives its dtype
 
     def partial(self, call: Call) -> list[Strategy]:
         before, after = call.meta("self"), call.output
@@ -85,7 +85,7 @@ class _Convert(Elementwise):
 
 
 class _Sum(Elementwise):
-    """Sums and differences: of partial sums, if all that is added is."""
+    """Sums and differences, of partial sums if all addends are partial."""
 
     def partial(self, call: Call) -> list[Strategy]:
         if not (isinstance(call["self"], Ref) and isinstance(call["other"], Ref)):
@@ -94,7 +94,7 @@ class _Sum(Elementwise):
 
 
 class _Product(Elementwise):
-    """Products: one factor may be partial sums."""
+    """Products, in which one factor may be partial sums."""
 
     factors: tuple[str, ...] = ("self", "other")
 
@@ -108,7 +108,7 @@ class _Product(Elementwise):
 
 
 class _Quotient(_Product):
-    """Quotients: the numerator may be partial sums, unless the result is rounded."""
+    """Quotients, in which the numerator may be partial sums, unless the result is rounded."""
 
     factors = ("self",)
 
@@ -117,7 +117,7 @@ class _Quotient(_Product):
 
 
 class _Choice(Elementwise):
-    """A condition chooses: both sides may be partial sums."""
+    """A choice by a condition, in which both sides may be partial sums."""
 
     def partial(self, call: Call) -> list[Strategy]:
         if not (isinstance(call["self"], Ref) and isinstance(call["other"], Ref)):
@@ -126,7 +126,7 @@ class _Choice(Elementwise):
 
 
 class _Item(Rule):
-    """One of several results, as it comes."""
+    """One of several results, in its present placement."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -165,11 +165,11 @@ _BY_ELEMENT: dict[str, Rule] = {
 }
 
 
-# Operators that work along some dims and leave the others alone: sums, norms, softmax, sorting, lookups.
+# Operators that work along some dims and keep the others: sums, norms, softmax, sorting, lookups.
 
 
 class _Reduce(Rule):
-    """Takes dims away, or leaves 1 of them; the others can be cut."""
+    """Reductions that remove dims or reduce them to 1; the other dims can be sharded."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -188,7 +188,7 @@ class _Reduce(Rule):
         return [*found, *(partial_strategy(call, ["self"]) if self.sums else [])]
 
     sums = False
-    """Whether it is linear, so that sums over parts are partial sums."""
+    """True if the reduction is linear, so that sums over shards are partial sums."""
 
 
 class _SumAlongDims(_Reduce):
@@ -196,7 +196,7 @@ class _SumAlongDims(_Reduce):
 
 
 class _Mean(_SumAlongDims):
-    """Means over equal parts are partial sums once they are divided by the number of parts."""
+    """Means over equal shards, which are partial sums after a division by the number of shards."""
 
     def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:
         call = writer.call(op)
@@ -212,7 +212,7 @@ def _reduced(call: Call, ndim: int) -> Collection[int]:
 
 
 class _Along(Rule):
-    """Works along one dim of a tensor and keeps the number of dims; all others can be cut."""
+    """Operators along one dim that keep the number of dims; all other dims can be sharded."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -226,11 +226,11 @@ class _Along(Rule):
 
 
 class _Trailing(Rule):
-    """Works along the last dims; the leading ones can be cut.
+    """Operators along the last dims; the leading dims can be sharded.
 
     Args:
-        operand: Name of the argument.
-        trailing: Number of dims that stay whole; by default the length of ``normalized_shape``.
+        operand: The name of the argument.
+        trailing: The number of unsharded dims; by default the length of ``normalized_shape``.
     """
 
     def __init__(self, operand: str, trailing: int | None = None) -> None:
@@ -246,7 +246,7 @@ class _Trailing(Rule):
 
 
 class _Similarity(Rule):
-    """Compares along one dim of two tensors that are broadcast to each other."""
+    """Comparisons along one dim of two tensors that are broadcast to each other."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -268,7 +268,7 @@ class _Similarity(Rule):
 
 
 class _OneHot(Rule):
-    """A dim of classes behind the others."""
+    """One-hot encoding, which adds a dim of classes after the others."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -280,7 +280,7 @@ class _OneHot(Rule):
 
 
 class _Gather(Rule):
-    """Looks up along one dim by an index of the same number of dims."""
+    """Lookups along one dim, by an index with the same number of dims."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -304,7 +304,7 @@ class _Gather(Rule):
 
 
 class _IndexSelect(Rule):
-    """Picks along one dim, by an index of one dim, which can be cut itself."""
+    """Lookups along one dim, by an index with one dim, which can be sharded."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -320,7 +320,7 @@ class _IndexSelect(Rule):
 
 
 class _Prelu(Rule):
-    """A slope for every channel."""
+    """PReLU, with a slope for every channel."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -356,11 +356,11 @@ _REDUCTIONS: dict[str, Rule] = {
 }
 
 
-# Every rank draws what one process would, and keeps its part.
+# Every rank draws the random numbers of one process, and keeps its shard.
 
 
 class _Dropout(Rule):
-    """Cut along any dim; linear for a given mask, which all ranks draw alike."""
+    """Dropout, sharded along any dim; linear for a given mask, which all ranks draw alike."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -381,7 +381,7 @@ class _Dropout(Rule):
 
 
 class _Draw(Rule):
-    """Random numbers that nothing is differentiated through: all ranks draw all of them."""
+    """Random numbers without gradients, which all ranks draw completely."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         return []
@@ -395,11 +395,11 @@ _DRAWING = "bernoulli multinomial normal rand rand_like randint randint_like ran
 _RANDOM: dict[str, Rule] = {"aten.dropout": _Dropout(), **dict.fromkeys(targets(_DRAWING), _DRAW)}
 
 
-# Cut by samples, with means over all of them; cross entropy also by classes.
+# Losses, sharded by samples with means over all of them; cross entropy also by classes.
 
 
 _NONE, _MEAN = 0, 1
-"""How torch numbers reductions; 2 is a sum."""
+"""The number of the mean among torch's reductions; 2 is the sum."""
 
 
 class _ClassLoss(Rule):
@@ -430,7 +430,7 @@ class _ClassLoss(Rule):
         return found if probabilities else [*found, *self.with_all_targets(call)]
 
     def with_all_targets(self, call: Call) -> list[Strategy]:
-        """Strategies that cut the scores and leave targets, which are classes, whole."""
+        """Return the strategies that shard the scores and replicate the targets, which are classes."""
         return []
 
     def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:
@@ -444,13 +444,13 @@ class _ClassLoss(Rule):
 
 
 class _CrossEntropy(_ClassLoss):
-    """Classes can be cut: ranks exchange maxima, sums and the targets' scores, never all scores."""
+    """Cross entropy, also by classes: ranks exchange maxima, sums and targets' scores, not all scores."""
 
     def with_all_targets(self, call: Call) -> list[Strategy]:
         found = []
         if call["weight"] is None and is_floating(call.output):
             found.append(call.strategy("vocabulary", {"self": S(1)}, [R], call="vocabulary_cross_entropy"))
-        if call["reduction"] == _MEAN:  # a rank knows without asking how many samples count
+        if call["reduction"] == _MEAN:  # each rank has all targets, so it knows the count
             found.append(call.strategy("targets", {"self": S(0)}, [P], call="cross_entropy_of_part"))
         return found
 
@@ -462,7 +462,7 @@ class _CrossEntropy(_ClassLoss):
 
 
 def _written(function: str, op: Op, writer: Writer, options: tuple[str, ...]) -> str:
-    """A call of the runtime's function with the options that are not the usual ones."""
+    """Return a call of the runtime's function with all options that differ from the default."""
     usual = {"weight": None, "reduction": _MEAN, "ignore_index": -100, "label_smoothing": 0.0}
     arguments = [writer.value(argument_of(op, name)) for name in ("self", "target")]
     for name in options:
@@ -473,7 +473,7 @@ def _written(function: str, op: Op, writer: Writer, options: tuple[str, ...]) ->
 
 
 class _PairLoss(Rule):
-    """A loss of every element, with broadcasting; means over equal parts are divided by their number."""
+    """A loss of every element, with broadcasting; means over equal shards are divided by their number."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -494,7 +494,7 @@ class _PairLoss(Rule):
 
 
 def _broadcast(metas: list[TensorMeta]) -> TensorMeta:
-    """The shape that tensors are broadcast to."""
+    """Return the shape that tensors are broadcast to."""
     ndim = max(len(meta.shape) for meta in metas)
     padded = [((1,) * (ndim - len(meta.shape)) + meta.shape) for meta in metas]
     shape = tuple(next((dim for dim in dims if dim != 1), 1) for dims in zip(*padded, strict=True))

@@ -1,4 +1,4 @@
-"""Operators with weights and their like: matrix products, attention, embeddings, convolutions and pools."""
+"""Split matrix products, attention, embeddings, convolutions, pools and normalization over channels."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from nnx_nnscaler.rules.rule import (
 
 __all__ = ["RULES"]
 
-# Cut by rows, columns and batch dims, or along the dim that is summed.
+# Matrix products, sharded by rows, columns and batch dims, or along the summed dim.
 
 
 _Inputs = Mapping[str, Labels | list[Labels]]
 
 SUMMED = "row"
-"""The label of the dim that a product sums over: a weight is cut by rows of the matrix it multiplies with."""
+"""The label of the summed dim of a product: with it a weight is sharded by rows of its matrix."""
 
 
 class _MatrixProduct(Rule):
     """The common rule of matrix products.
 
     Attributes:
-        addend: Name of the argument that is added to the product: of partial sums, one contains it.
+        addend: The name of the argument that is added to the product; only one of the partial sums has it.
     """
 
     addend = ""
@@ -44,7 +44,7 @@ class _MatrixProduct(Rule):
         return label_strategies(call, inputs, [output], summed=[SUMMED])
 
     def labels(self, call: Call) -> tuple[_Inputs, Labels]:
-        """Labels of the arguments and of the result."""
+        """Return the labels of the arguments and of the result."""
         raise NotImplementedError
 
     def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:
@@ -67,7 +67,7 @@ class _Linear(_MatrixProduct):
 
 
 class _Matmul(_MatrixProduct):
-    """Products of stacks of matrices; the dims before the last two are broadcast."""
+    """Products of stacks of matrices; dims before the last two are broadcast."""
 
     names = ("self", "other")
 
@@ -85,7 +85,7 @@ class _Matmul(_MatrixProduct):
         }, tuple(output)
 
     def _stacked(self, call: Call, name: str, stack: list[str | None], matrix: list[str | None]) -> Labels:
-        """Labels of one factor, whose stack may be broadcast."""
+        """Return the labels of one factor, whose stack may be broadcast."""
         shape = call.shape(name)
         own = len(shape) - len(matrix)
         wanted = call.output.hints[len(stack) - own : len(stack)]
@@ -101,7 +101,7 @@ class _BatchedProduct(_Matmul):
 
 
 class _AddedProduct(_Matmul):
-    """A product and an addend that is broadcast to it."""
+    """Products with an addend that is broadcast to them."""
 
     addend = "self"
 
@@ -111,7 +111,7 @@ class _AddedProduct(_Matmul):
     def labels(self, call: Call) -> tuple[_Inputs, Labels]:
         inputs, output = super().labels(call)
         addend = call.meta("self")
-        assert addend is not None  # its schema says so
+        assert addend is not None  # the schema requires it
         return {"self": aligned(output, call.output, addend), **inputs}, output
 
 
@@ -122,7 +122,7 @@ class _Outer(_MatrixProduct):
 
 
 class _Einsum(Rule):
-    """Products by an equation of letters, without ellipsis; every letter that no result has is summed."""
+    """Products by an equation of letters, without ellipsis; a letter that no result has is summed."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -145,7 +145,7 @@ class _Einsum(Rule):
         ]
         summed = [letter for letter in sizes if letter not in right]
         if any(None in labels for labels in inputs):
-            summed = []  # a letter that is broadcast and summed counts for more than it shows
+            summed = []  # a letter that is broadcast and summed counts more often than the equation shows
         return label_strategies(call, {"tensors": inputs}, [tuple(right)], summed=summed)
 
 
@@ -164,14 +164,14 @@ _PRODUCTS: dict[str, Rule] = {
 }
 
 
-# Cut by samples, by heads, or by queries.
+# Attention, sharded by samples, by heads, or by queries.
 
 
 class _Attention(Rule):
-    """Heads are independent, and so are samples; a rank can also take some queries and all keys.
+    """Attention: heads and samples are independent; a rank can also compute some queries with all keys.
 
-    Heads of keys and values may be fewer: each serves a run of query heads, so that equal parts fit together.
-    With dropout a rank needs its part of the mask of all, which takes the place of the fused operator.
+    Keys and values may have fewer heads: each serves a run of query heads, so equal shards match. With
+    dropout a rank needs its shard of the complete mask, so single operators replace the fused one.
     """
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
@@ -218,19 +218,19 @@ class _Attention(Rule):
 _ATTENTION: dict[str, Rule] = {"aten.scaled_dot_product_attention": _Attention()}
 
 
-# Cut by samples, by columns, or by rows of the vocabulary.
+# Embeddings, sharded by samples, by columns, or by rows of the vocabulary.
 
 
 _VOCABULARY = "vocabulary"
 
 
 class _Embedding(Rule):
-    """The table is cut by columns, or by rows: then each rank knows some, and makes zeros of the others."""
+    """Embeddings by columns, or by rows: then each rank returns zeros for the rows of other ranks."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
         if call["scale_grad_by_freq"] or call["sparse"]:
-            return []  # counts over all samples; gradients that cannot be summed as they are
+            return []  # these count over all samples, or have gradients that cannot be summed
         leading = dim_labels(call, call.output.shape)[:-1]
         inputs = {"weight": (_VOCABULARY, "column"), "indices": leading}
         found = label_strategies(call, inputs, [(*leading, "column")], summed=[_VOCABULARY])
@@ -252,14 +252,14 @@ class _Embedding(Rule):
 _EMBEDDINGS: dict[str, Rule] = {"aten.embedding": _Embedding()}
 
 
-# Halo exchange (splitting an image along its height) is not done.
+# There is no halo exchange, which would split an image along its height.
 
 
 _MADE, _USED = "output channels", "input channels"
 
 
 class ConvolutionRule(Rule):
-    """Convolutions, plain, grouped and transposed: by batch, by output, by input channels, by groups."""
+    """Convolutions, plain, grouped and transposed: by batch, output channels, input channels or groups."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -290,11 +290,11 @@ class ConvolutionRule(Rule):
 
 
 class LeadingDimsRule(Rule):
-    """Operators that do the same for every index of their leading dims: pools, interpolation.
+    """Operators with the same work for every index of their leading dims: pools, interpolation.
 
     Args:
-        trailing: The number of last dims of the operand cannot be split.
-        linear: True if a sum of summands' results is the result of the sum.
+        trailing: The number of last dims of the operand that cannot be split.
+        linear: True if the operator maps a sum of tensors to the sum of their results.
     """
 
     def __init__(self, trailing: int, *, linear: bool = False) -> None:
@@ -313,7 +313,7 @@ class LeadingDimsRule(Rule):
 
 
 class PadRule(Rule):
-    """Padding: any dim that is not padded; summands where the padding is zeros or comes from the values."""
+    """Padding: any dim without padding; partial sums if the padding is zeros or copies values."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -328,7 +328,7 @@ class PadRule(Rule):
 
 
 class GridSampleRule(Rule):
-    """Sampling images at the points of a grid: by batch, or by channels with the grid on every rank."""
+    """Samples of images at the points of a grid: by batch, or by channels with a replicated grid."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         return [
@@ -339,12 +339,12 @@ class GridSampleRule(Rule):
 
 
 def _dim_name(dim: int, leading: int) -> str:
-    """Return the names of the dims before the spatial ones, counted from them."""
+    """Return the name of a dim before the spatial ones, counted from these."""
     return {1: "channels", 2: "batch"}.get(leading - dim, f"dim{dim}")
 
 
 def _padded_dims(pad: Argument, ndim: int) -> set[int]:
-    """The dims that a list of paddings touches; it counts them from the last one, two numbers each."""
+    """Return the dims that a list of paddings changes; it counts from the last dim, two numbers each."""
     return {ndim - 1 - index // 2 for index, amount in enumerate(pad) if amount != 0}
 
 
@@ -383,13 +383,12 @@ _OF_WINDOWS: dict[str, Rule] = {
     **{f"aten.{name}": PadRule() for name in _PADS},
     **{f"aten.{name}": GridSampleRule() for name in ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")},
 }
-"""Rule of every operator of this family."""
+"""The rule of every operator of this family."""
 
 
-# Rules for normalisation over channels: batch norm, group norm, instance norm.
-#
-# Owns which dims of them can be split and which runtime function then keeps statistics right. Layer norm
-# and RMS norm, whose statistics lie within one row, are among the transformers' operators.
+# Normalization over channels: batch norm, group norm, instance norm. Some strategies need a runtime function
+# that keeps statistics right. Layer norm and RMS norm, whose statistics are within one row, are among the
+# rules of `arithmetic`.
 
 
 _BY_CHANNEL = {
@@ -402,9 +401,9 @@ _BY_CHANNEL = {
 
 
 class BatchNormRule(Rule):
-    """Batch norm: by channels, or by batch and other dims with statistics over the whole unit.
+    """Batch norm: by channels, or by batch and other dims with statistics over the complete unit.
 
-    Running statistics are buffers that every rank keeps whole, so what updates them needs a runtime function.
+    Running statistics are replicated buffers, so a runtime function updates them on every rank.
     """
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
@@ -428,7 +427,7 @@ class BatchNormRule(Rule):
 
 
 class GroupNormRule(Rule):
-    """Group norm: by batch, or by whole groups of channels."""
+    """Group norm: by batch, or by complete groups of channels."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -462,6 +461,6 @@ _OVER_IMAGES: dict[str, Rule] = {
     "aten.group_norm": GroupNormRule(),
     "aten.instance_norm": InstanceNormRule(),
 }
-"""Rule of every operator of this family."""
+"""The rule of every operator of this family."""
 
 RULES: dict[str, Rule] = {**_PRODUCTS, **_ATTENTION, **_EMBEDDINGS, **_OVER_IMAGES}

@@ -1,8 +1,8 @@
-"""Strategies found by trying, for operators that no rule knows: evidence on made-up data, not a proof.
+"""Find strategies of operators without a rule by trials on random data: evidence, not a proof.
 
-Decides which operators are probed, on which sizes, and how often. Never probes operators that are random,
-change operands, or take sizes as arguments. Never proposes partial sums as operands, because a few points
-cannot show that an operator is linear.
+This module decides which operators are probed, on which sizes, and how often. It never probes operators that
+are random, change operands, or take sizes as arguments. It never proposes partial sums as operands, because a
+few points cannot show that an operator is linear.
 """
 
 from __future__ import annotations
@@ -31,22 +31,20 @@ __all__ = [
 ]
 
 
-# What was found by trying, kept between processes: one small JSON file for each operator and call.
-#
-# A file that cannot be read is ignored and written anew, a directory that cannot be written is done
-# without.
+# Results are cached between processes: one small JSON file for each operator and call. An unreadable file is
+# ignored and written again, and a directory without write access is not used.
 
 
 _FORMAT = 1
 
 
 def cache_dir() -> Path:
-    """Where it is kept; what one torch can do, another may not."""
+    """Return the directory of the cache; each version of torch has its own."""
     return cache_directory("nnscaler", "tried", torch.__version__)
 
 
 def load(key: Mapping[str, Any]) -> list[Strategy] | None:
-    """Return the stored result for this call; None if there is none that can be read."""
+    """Return the cached result for this call; None if no readable one exists."""
     kept = read_json(_path(key))
     try:
         if kept["format"] != _FORMAT or kept["call"] != json.loads(json.dumps(key)):
@@ -60,7 +58,7 @@ def load(key: Mapping[str, Any]) -> list[Strategy] | None:
 
 
 def store(key: Mapping[str, Any], strategies: list[Strategy]) -> None:
-    """Store the result for this call."""
+    """Cache the result for this call."""
     kept = {
         "format": _FORMAT,
         "call": key,
@@ -99,7 +97,7 @@ _NEVER = {
     "repeats",
     "length",
 }
-"""Names of arguments that say sizes: what is right for the whole is wrong for a part."""
+"""Names of arguments that are sizes: the right size for a tensor is wrong for its shard."""
 _POSITIONS = {
     "dim",
     "dims",
@@ -127,11 +125,11 @@ def discover(op: Op, graph: Graph, size: int) -> list[Strategy]:
 
     Args:
         op: An operator without a rule.
-        graph: The graph that it stands in.
-        size: Ranks of the unit.
+        graph: The graph of the operator.
+        size: The number of ranks of the unit.
 
     Returns:
-        What was found, in a fixed order; nothing where the operator may not be tried or
+        The strategies in a fixed order; none if the operator must not be probed or
         ``NNX_NNSCALER_PROBE=0`` is set.
     """
     if os.environ.get("NNX_NNSCALER_PROBE") == "0":
@@ -157,21 +155,21 @@ def _may_try(op: Op, metas: Sequence[TensorMeta]) -> bool:
         return False
     if schema.is_mutable or _RANDOM & set(operator.tags) or op.target.startswith("prim"):
         return False
-    # Indexing is told to have results of any shape, but that is only so with masks.
+    # The meta of indexing allows any result shape, but the shape depends on data for masks only.
     is_index = op.target == "aten.index.Tensor" and all(_is_integer(meta) for meta in metas[1:])
     if torch.Tag.dynamic_output_shape in operator.tags and not is_index:
         return False
     if any(_has_size(argument) for argument in bound(op).values()) or _NEVER & set(bound(op)):
         return False
-    # The kernel of somebody's own operator need not check that indices are within range.
+    # A kernel of a third party may not check that indices are within range.
     indices = any(_is_integer(meta) for meta in metas)
     return op.target.startswith("aten.") or not indices
 
 
 def _is_internal(target: str) -> bool:
-    """Return True if only torch itself calls an operator: its kernel may trust the shapes that it is given.
+    """Return True if only torch itself calls an operator, so that its kernel may trust the shapes.
 
-    `aten._weight_norm` writes past the end of its result where they do not belong together.
+    `aten._weight_norm` writes past the end of its result if the shapes do not match.
     """
     name = target.partition(".")[2]
     return target.startswith("aten.") and name.startswith("_") and not name.startswith("__")
@@ -181,7 +179,7 @@ def _known(key: dict[str, object], op: Op, metas: Sequence[TensorMeta], run: Run
     """Return an earlier result, of this process or another, or probe now."""
     text = repr(key)
     if text not in _found:
-        own = not op.target.startswith("aten.")  # its code may change while its name stays
+        own = not op.target.startswith("aten.")  # its code may change under the same name
         kept = None if own else load(key)
         if kept is None:
             kept = _tried(op, metas, run) if len(_found) < _MOST_CALLS else []
@@ -195,8 +193,8 @@ def _tried(op: Op, metas: Sequence[TensorMeta], run: Run) -> list[Strategy]:
     """Return the results; none if the operator raises."""
     try:
         return _searched(op, metas, run)
-    except Exception:  # sparse results, kernels of somebody's own: such an operator stays whole
-        _logger.debug("%s cannot be tried", op.target, exc_info=True)
+    except Exception:  # sparse results, kernels of third parties: such an operator is replicated
+        _logger.debug("probe: %s cannot run", op.target, exc_info=True)
         return []
 
 
@@ -205,9 +203,9 @@ def _searched(op: Op, metas: Sequence[TensorMeta], run: Run) -> list[Strategy]:
         state = torch.get_rng_state()
         trials = _trials(op, metas, run)
         if not torch.equal(state, torch.get_rng_state()):
-            return []  # it draws random numbers without saying so
+            return []  # it draws random numbers, but its schema does not say so
         if not any(bool(result.isfinite().any()) for trial in trials for result in trial.results):
-            return []  # what is no number proves nothing
+            return []  # nan and inf prove nothing
         found = []
         for combination in _combinations(trials[0].operands):
             strategy = _guess(run, trials[0], combination)
@@ -220,7 +218,7 @@ def _holds(run: Run, trials: Sequence[Trial], strategy: Strategy) -> bool:
     tensors = [(t.shape, p) for t, p in zip(trials[0].operands, strategy.inputs, strict=True)]
     tensors += [(t.shape, p) for t, p in zip(trials[0].results, strategy.outputs, strict=True)]
     sizes = [size for size in _SIZES if all(placement.fits(shape, size) for shape, placement in tensors)]
-    # Every kind of data on the first number of ranks, one on the others: few mistakes need both.
+    # Every kind of data on the first number of ranks, one kind on the others: few mistakes need both.
     tried = (
         [(sizes[0], trial) for trial in trials] + [(size, trials[0]) for size in sizes[1:]] if sizes else []
     )
@@ -228,11 +226,11 @@ def _holds(run: Run, trials: Sequence[Trial], strategy: Strategy) -> bool:
 
 
 def _trials(op: Op, metas: Sequence[TensorMeta], run: Run) -> list[Trial]:
-    """The operator on whole operands of every kind of data; none if it does not run on small ones."""
+    """Run the operator on unsharded operands of every kind of data; none if it cannot run on small ones."""
     for shapes in _shapes(op, metas):
         try:
             return [_trial(run, metas, shapes, kind, seed) for seed, kind in enumerate(DRAWS)]
-        except (RuntimeError, IndexError, ValueError, TypeError):  # it does not fit these shapes
+        except (RuntimeError, IndexError, ValueError, TypeError):  # the shapes do not fit the operator
             continue
     return []
 
@@ -240,7 +238,7 @@ def _trials(op: Op, metas: Sequence[TensorMeta], run: Run) -> list[Trial]:
 def _trial(
     run: Run, metas: Sequence[TensorMeta], shapes: Shapes, kind: str, seed: int, most: int | None = None
 ) -> Trial:
-    """The whole operator on one kind of data; integers stay below `most`, or below some dim."""
+    """Run the unsharded operator on one kind of data; integers stay below `most`, or below some dim."""
     generator = torch.Generator().manual_seed(seed)
     extents = [extent for shape in shapes for extent in shape if extent > 1] or [1]
     bounds = [max(extents), min(extents)] if kind == "large" else [min(extents)]
@@ -253,14 +251,14 @@ def _trial(
             return Trial.of(run, operands, generator)
         except IndexError:
             continue
-    raise IndexError("no indices that were made up are within range")
+    raise IndexError("no random indices are within range")
 
 
 def _shapes(op: Op, metas: Sequence[TensorMeta]) -> Iterator[Shapes]:
-    """Small shapes that are alike, if no argument counts elements, then the traced ones if they are small."""
+    """Yield small shapes that match, if no argument counts elements; then small traced shapes."""
     actual = tuple(meta.hints for meta in metas)
     if not any(_counts(name, argument) for name, argument in bound(op).items()):
-        # What is small may have a meaning, such as the three coordinates of a point, and is kept.
+        # A small dim may have a meaning, such as the three coordinates of a point, and is kept.
         large = sorted({extent for shape in actual for extent in shape if extent > _SMALL})
         small = {extent: _SMALL + 4 * (index + 1) for index, extent in enumerate(large)}
         yield tuple(tuple(small.get(extent, extent) for extent in shape) for shape in actual)
@@ -269,7 +267,7 @@ def _shapes(op: Op, metas: Sequence[TensorMeta]) -> Iterator[Shapes]:
 
 
 def _combinations(operands: Sequence[torch.Tensor]) -> list[tuple[Placement, ...]]:
-    """Placements of operands worth trying: cuts of dims of one extent, the other operands whole."""
+    """Return the placements of operands to try: shards of dims of one size, the other operands replicated."""
     extents = sorted({extent for tensor in operands for extent in tensor.shape if extent > 1})
     found: dict[tuple[Placement, ...], None] = {}
     for extent in extents:
@@ -280,7 +278,7 @@ def _combinations(operands: Sequence[torch.Tensor]) -> list[tuple[Placement, ...
 
 
 def _guess(run: Run, trial: Trial, inputs: tuple[Placement, ...]) -> Strategy | None:
-    """The strategy that the shapes of one part's results speak for; None if they speak for none."""
+    """Return the strategy that the result shapes of one shard suggest; None if they suggest none."""
     first = _SIZES[0]
     if not all(p.fits(tensor.shape, first) for p, tensor in zip(inputs, trial.operands, strict=True)):
         return None
@@ -315,7 +313,7 @@ def _guessed(part: torch.Tensor, whole: torch.Tensor, size: int) -> Placement | 
 def _keeps_shapes(
     run: Run, strategy: Strategy, metas: Sequence[TensorMeta], results: Sequence[TensorMeta], size: int
 ) -> bool:
-    """Return True if parts of the traced sizes give parts of the traced results, shapes only."""
+    """Return True if shards of the traced sizes give shards of the traced results, by shapes alone."""
     inputs = list(zip(metas, strategy.inputs, strict=True))
     outputs = list(zip(results, strategy.outputs, strict=True))
     if not all(placement.fits(meta.hints, size) for meta, placement in (*inputs, *outputs)):
@@ -333,7 +331,7 @@ def _keeps_shapes(
 
 
 def _key(op: Op, metas: Sequence[TensorMeta]) -> dict[str, object]:
-    """Return the key of an outcome: the operator, its other arguments, and its operands' shapes as probed."""
+    """Return the key of a result: operator, other arguments, and probed shapes of the operands."""
     return {
         "operator": op.target,
         "arguments": {name: repr(argument) for name, argument in bound(op).items()},
@@ -349,7 +347,7 @@ def _has_size(argument: Argument) -> bool:
 
 
 def _counts(name: str, argument: Argument) -> bool:
-    """Return True if an argument may count elements, so that only the traced sizes go with it."""
+    """Return True if an argument may count elements, so that it fits the traced sizes only."""
     if isinstance(argument, (list, tuple)):
         return any(_counts(name, item) for item in argument)
     return type(argument) is int and abs(argument) > 1 and name not in _POSITIONS

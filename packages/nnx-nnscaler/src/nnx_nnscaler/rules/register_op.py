@@ -1,4 +1,4 @@
-"""`register_op`: how a user's function, or an existing operator, becomes one operator with an annotation."""
+"""`register_op`: make a user's function, or an existing operator, one operator with an annotation."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from nnx_nnscaler.rules.rule import operator_of
 _NAMESPACE = "nnx_user"
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 _defined_names: set[str] = set()
-_OPTIONAL_TENSOR = Optional[Tensor]  # noqa: UP045 # what torch's schemas are inferred from
+_OPTIONAL_TENSOR = Optional[Tensor]  # noqa: UP045 # torch infers schemas from this spelling only
 _Registered = TypeVar("_Registered")
 
 
 def register_op(
     annotation: str, *, fake: Callable[..., Any] | None = None
 ) -> Callable[[_Registered], _Registered]:
-    """Tell how a function of yours, or an operator that exists, can be split over ranks.
+    """Annotate how a function of yours, or an existing operator, can be split over ranks.
 
-    A decorated function becomes one operator of traced models, so its body may be untraceable;
-    its gradient is its body's, its attribute `operator` the torch operator. Arguments that are no tensors
-    need a type annotation or a default. It must return new tensors and leave its operands alone. ::
+    A decorated function becomes one operator of traced models, so its body may be untraceable. Its gradient
+    is its body's, and its attribute `operator` is the torch operator. Arguments that are no tensors need a
+    type annotation or a default. The function must return new tensors and not change its operands. ::
 
         @register_op("n c h^ w^, c, c -> n c h^ w^")
         def scaled(x, scale, shift, eps: float = 1e-5): ...
 
-    An existing operator is given by its name or as what `torch.ops` and `torch.library.custom_op` return::
+    An existing operator is given by its name, or as `torch.ops` or `torch.library.custom_op` return it::
 
         register_op("b n, n -> b n")("mylib::gate")
 
@@ -57,12 +57,13 @@ def register_op(
     ``?``        an argument that is no tensor. What follows the last one listed need not be listed.
     ===========  ==========================================================================================
 
-    A mark holds for its name everywhere. The annotation is tried on made-up data when the operator is first
-    planned; one that gives other results, or other gradients, than the whole operator is refused.
+    A mark holds for its name everywhere. The annotation is tried on random data when the operator is planned
+    for the first time. An annotation with other results or gradients than the unsharded operator is refused.
 
     Args:
-        annotation: Says how it can be split.
-        fake: Makes results of the right shape from tensors without data, for a body that reads values.
+        annotation: The annotation.
+        fake: A function from tensors without data to results of the right shape, for a body that reads
+            values.
 
     Raises:
         AnnotationError: The annotation cannot be read, or does not fit the function's arguments.
@@ -88,7 +89,7 @@ def register_op(
 
 
 def _operator_from(function: Any, annotation: Annotation, fake: Callable[..., Any] | None) -> Any:
-    """The function as a new operator, which runs the function and is differentiated through it."""
+    """Return the function as a new operator, which runs the function and differentiates through it."""
     schema = _schema(function, annotation)
     name = _new_name(function)
 
@@ -101,7 +102,7 @@ def _operator_from(function: Any, annotation: Annotation, fake: Callable[..., An
         return function(*args, **kwargs)
 
     _library.define(f"{name}{schema}")  # type: ignore[no-untyped-call]
-    # A composite: tracing keeps it as one operator, and autograd looks through it.
+    # A composite operator: a trace keeps it as one operator, and autograd differentiates its body.
     _library.impl(name, body, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
     target = f"{_NAMESPACE}.{name}.default"
     register_rule(target, AnnotatedRule(annotation))
@@ -116,7 +117,7 @@ def _operator_from(function: Any, annotation: Annotation, fake: Callable[..., An
 
 
 def _new_name(function: Any) -> str:
-    """A name that is the same on every rank; a second function of one name gets a number."""
+    """Return a name that is the same on every rank; a second function of one name gets a number."""
     wish = re.sub(r"\W+", "_", f"{function.__module__}_{function.__qualname__}".replace("<locals>", ""))
     name, count = wish, 1
     while name in _defined_names:
@@ -127,7 +128,7 @@ def _new_name(function: Any) -> str:
 
 
 def _schema(function: Any, annotation: Annotation) -> str:
-    """The operator's schema, from the function's signature and which arguments are tensors."""
+    """Return the operator's schema, from the function's signature and the annotated tensors."""
     signature = inspect.signature(function)
     hints = get_type_hints(function)
     parameters = []
@@ -141,7 +142,7 @@ def _schema(function: Any, annotation: Annotation) -> str:
     made = Tensor if results == 1 else tuple[(Tensor,) * results]  # type: ignore[misc]
 
     def prototype() -> None:
-        """Carries the signature."""
+        """Hold the signature."""
 
     prototype.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=parameters, return_annotation=made
@@ -163,7 +164,7 @@ def _kind(
     *,
     is_tensor: bool,
 ) -> Any:
-    """The type of one argument in the operator's schema."""
+    """Return the type of one argument in the operator's schema."""
     if is_tensor:
         return _OPTIONAL_TENSOR if parameter.default is None else Tensor
     has_default = parameter.default not in (None, inspect.Parameter.empty)
@@ -176,20 +177,20 @@ def _kind(
         )
     if kind is None:
         raise AnnotationError(
-            f"the type of argument {parameter.name!r} of {function.__qualname__} is not known.",
+            f"argument {parameter.name!r} of {function.__qualname__} has no known type.",
             remedy=f"Annotate it in the function's signature, as in '{parameter.name}: int', or give it one.",
         )
     return kind
 
 
 def _targets(given: Any) -> list[str]:
-    """Names of the operators that were meant, one for each overload."""
+    """Return the names of the operators that a user named, one for each overload."""
     operator = given
     if isinstance(given, str):
         operator = torch.ops
         for part in given.replace("::", ".").split("."):
             operator = getattr(operator, part, None)
-    operator = getattr(operator, "_opoverload", operator)  # of what torch.library.custom_op returns
+    operator = getattr(operator, "_opoverload", operator)  # the result of torch.library.custom_op
     if isinstance(operator, OpOverload):
         operators = [operator]
     elif isinstance(operator, OpOverloadPacket):
@@ -207,7 +208,7 @@ def _overloads(packet: Any) -> list[str]:
 
 
 def _check_arguments(annotation: Annotation, target: str) -> None:
-    """Return True if tensors are where the annotation says, as far as an operator's schema tells."""
+    """Check that the annotation lists tensors where the operator's schema has them."""
     arguments = operator_of(target)._schema.arguments
     if len(annotation.operands) > len(arguments):
         raise _arity(annotation, target, arguments_of(target))

@@ -1,4 +1,4 @@
-"""Which rule an operator has, and all the strategies that follow: what the planner asks."""
+"""Find the rule of an operator and all of its strategies, for the planner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nnx_nnscaler.rules.rule import (
 )
 
 Discovery = Callable[[Op, Graph, int], list[Strategy]]
-"""Finds strategies of an operator without a rule, in which the operator itself is right on local tensors."""
+"""A function that finds strategies of an operator without a rule, by which it runs on local tensors."""
 
 
 class _Plain(Rule):
@@ -42,27 +42,27 @@ _PLAIN = _Plain()
 
 
 def register_rule(target: str, rule: Rule) -> None:
-    """Give an operator a rule, which is preferred to the built-in one.
+    """Register a rule for an operator, in place of the built-in one.
 
     Args:
-        target: ``"aten.linear.default"``, or ``"aten.linear"`` for all its overloads.
+        target: The operator: ``"aten.linear.default"``, or ``"aten.linear"`` for all its overloads.
         rule: The rule.
     """
     _REGISTERED[target] = rule
 
 
 def register_discovery(discover: Discovery) -> None:
-    """Ask this, too, for strategies of operators that have no rule."""
+    """Register a further source of strategies for operators without a rule."""
     _DISCOVERIES.append(discover)
 
 
 def has_rule(op: Op) -> bool:
-    """Return True if an operator is in the table or was registered."""
+    """Return True if an operator has a built-in or registered rule."""
     return rule_for(op) is not _PLAIN
 
 
 def rule_for(op: Op) -> Rule:
-    """The rule of an operator; one that has none gets a rule that replicates it or asks the discoveries."""
+    """Return the rule of an operator; without one, a rule that replicates it or asks the discoveries."""
     packet = op.target.rpartition(".")[0]
     for rules in (_REGISTERED, _BUILT_IN):
         for target in (op.target, packet):
@@ -72,9 +72,9 @@ def rule_for(op: Op) -> Rule:
 
 
 def strategies_of(op: Op, graph: Graph, size: int) -> list[Strategy]:
-    """Every way to run an operator on the ranks of a unit, replication first, in a fixed order.
+    """Return every way to run an operator on the ranks of a unit, replication first, in a fixed order.
 
-    All fit the traced sizes, none repeats another's placements, and a value that is used twice is wanted in
+    All strategies fit the traced sizes, and no two have the same placements. A value that is used twice has
     one placement.
     """
     spread_groups(graph, size, lambda other: _known(other, graph, size))
@@ -82,7 +82,7 @@ def strategies_of(op: Op, graph: Graph, size: int) -> list[Strategy]:
 
 
 def _known(op: Op, graph: Graph, size: int) -> list[Strategy]:
-    """Strategies apart from replication, found once for operators that only differ in names, as layers do."""
+    """Return the strategies except replication, found once for operators that only differ in names."""
     known: dict[Hashable, list[Strategy]] = graph.derived.setdefault(("strategies", size), {})
     key = _likeness(op, graph, size)
     if key not in known:
@@ -149,25 +149,25 @@ def _fits(strategy: Strategy, op: Op, graph: Graph, size: int) -> bool:
 
 
 def _metas(op: Op, graph: Graph) -> list[TensorMeta]:
-    """Metas of operands and results; a getitem's operand is one of several results and looks like its own."""
+    """Return the metas of operands and results; a getitem's operand has the meta of its result."""
     outputs = outputs_of(op)
     if op.target == "getitem":
         return [outputs[0], outputs[0]]
     return [*(graph.meta(name) for name in op.operands()), *outputs]
 
 
-# Which operators nobody knows how to split, for a message that is said once.
+# Operators without strategies, for a message that is logged once.
 
 
 _MOST_LINES = 3
 
 
 def unsupported_operators(graph: Graph, size: int) -> dict[str, list[str]]:
-    """The operators without a rule for which none was found by trying either: every rank does all of them.
+    """Return the operators without a rule and without discovered strategies, which every rank replicates.
 
     Args:
         graph: A traced forward.
-        size: Ranks of the unit.
+        size: The number of ranks of the unit.
 
     Returns:
         The source lines that call each operator, by its name, in order of first use.
@@ -180,16 +180,16 @@ def unsupported_operators(graph: Graph, size: int) -> dict[str, list[str]]:
 
 
 def unsupported_message(graph: Graph, size: int) -> str:
-    """Return the note for the user about them; empty if there are none."""
+    """Return the log message about these operators; empty if there are none."""
     found = unsupported_operators(graph, size)
     if not found:
         return ""
     lines = [f"  {target}: {_listed(sources)}" for target, sources in found.items()]
     return "\n".join(
         [
-            "no rule says how to split these operators, so every rank does all of them:",
+            "these operators have no splitting rule and run replicated on every rank:",
             *lines,
-            "Describe them with nnx_nnscaler.register_op if they cost much.",
+            "Annotate the expensive ones with nnx_nnscaler.register_op.",
         ]
     )
 
@@ -197,7 +197,7 @@ def unsupported_message(graph: Graph, size: int) -> str:
 def _matters(op: Op, graph: Graph) -> bool:
     """Return True if an operator computes with tensors that have elements to split."""
     name = op.target.rpartition(".")[0]
-    # In place, or made anew with the shape of an operand.
+    # An operand changed in place, or a new tensor of an operand's shape.
     if op.target in ("getitem", "module") or name.endswith(("_", "_like")) or name.startswith("aten.new_"):
         return False
     return any(extent > 1 for name in op.operands() for extent in _hints(graph, name))
@@ -206,7 +206,7 @@ def _matters(op: Op, graph: Graph) -> bool:
 def _hints(graph: Graph, name: str) -> tuple[int, ...]:
     try:
         return graph.meta(name).hints
-    except KeyError:  # several results
+    except KeyError:  # the operator has several results
         return ()
 
 

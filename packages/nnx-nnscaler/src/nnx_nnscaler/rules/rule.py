@@ -1,4 +1,4 @@
-"""Rules: how one kind of operator can run on the ranks of a unit, and rules made of names for dims."""
+"""Define the rules of operators: how ranks can run them, and rules by names for dims."""
 
 from __future__ import annotations
 
@@ -14,53 +14,53 @@ from nnx_nnscaler._torch_compat import OpOverload
 from nnx_nnscaler.ir.graph import Argument, Code, Dim, Graph, Op, Ref, Size, TensorMeta, refs_in
 from nnx_nnscaler.ir.placement import P, Placement, R, S, Strategy
 
-# The form of a rule: how one kind of operator can run on the ranks of a unit.
+# The interface of a rule for one kind of operator.
 
 
 class Writer(Protocol):
-    """The interface with which a rule writes a call; `codegen` provides it.
+    """The interface by which a rule writes a call; `codegen` implements it.
 
     Attributes:
-        size: Ranks of the unit.
+        size: The number of ranks of the unit.
     """
 
     size: int
 
     def value(self, argument: Argument) -> str:
-        """An argument as Python code.
+        """Return an argument as Python code.
 
-        A Ref is the local variable in the placement that the strategy wants, a Size its global expression.
+        A Ref is the local variable in the placement of the strategy, and a Size its global expression.
         """
 
     def dim(self, dim: Dim, *, sharded: bool = False) -> str:
-        """A size as code: the global one, or that of one rank's part."""
+        """Return a size as code: the global one, or the size of one rank's shard."""
 
     def shape(self, meta: TensorMeta, placement: Placement) -> str:
-        """A local shape as code: ``"[B // 2, 16, 64]"``."""
+        """Return a local shape as code: ``"[B // 2, 16, 64]"``."""
 
     def call(self, op: Op) -> str:
-        """The operator itself on its arguments, in the most readable form: ``F.linear(x, w, b)``."""
+        """Return the operator's call on its arguments, in the most readable form: ``F.linear(x, w, b)``."""
 
 
 class Rule(ABC):
-    """How operators of one kind can be split."""
+    """The splits of one kind of operator."""
 
     @abstractmethod
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
-        """Every way that splits work or data evenly for the traced sizes; `replicate` is added by the caller.
+        """Return every even split of work or data for the traced sizes; the caller adds `replicate`.
 
         Args:
             op: The operator.
-            graph: The graph that it stands in, for the metas of its operands.
-            size: Ranks of the unit, at least 2.
+            graph: The graph of the operator, with the metas of its operands.
+            size: The number of ranks of the unit, at least 2.
         """
 
     def write(self, op: Op, strategy: Strategy, writer: Writer) -> str:
-        """The right-hand side that computes this rank's result: the operator itself, unless overridden."""
+        """Return the right-hand side for this rank's result: the operator itself, unless overridden."""
         return writer.call(op)
 
     def index_bound(self, op: Op, graph: Graph) -> int | None:
-        """What the values of integer operands stay below where they are indices, for made-up data."""
+        """Return the upper bound of integer operands that are indices, for random data; None without any."""
         return None
 
 
@@ -74,11 +74,11 @@ def outputs_of(op: Op) -> tuple[TensorMeta, ...]:
 
 
 def replicate(op: Op) -> Strategy:
-    """Every rank does all of it."""
+    """Return the strategy by which every rank runs the complete operator."""
     return Strategy("replicate", (R,) * len(op.operands()), (R,) * len(outputs_of(op)))
 
 
-# An operator seen by a rule: its arguments by name, its shapes, and strategies written by argument name.
+# `Call`: an operator with arguments by name, its shapes, and strategies by argument name.
 
 
 _Inputs = Mapping[str, Placement | Sequence[Placement]]
@@ -86,7 +86,7 @@ _Inputs = Mapping[str, Placement | Sequence[Placement]]
 
 @cache
 def operator_of(target: str) -> Any:
-    """The torch operator of a target such as ``"aten.linear.default"``; None where there is none.
+    """Return the torch operator of a target such as ``"aten.linear.default"``; None if there is none.
 
     Example:
         >>> operator_of("aten.linear.default")
@@ -109,7 +109,7 @@ def _schema(target: str) -> tuple[tuple[str, Any], ...]:
 
 
 def targets(names: str) -> list[str]:
-    """Targets of torch's own operators.
+    """Return the targets of torch's own operators.
 
     Example:
         >>> targets("abs max.other")
@@ -119,19 +119,19 @@ def targets(names: str) -> list[str]:
 
 
 def bound(op: Op) -> dict[str, Argument]:
-    """The arguments that an operator has by name, in its order; ``arg0``, ``arg1`` ... without a schema."""
+    """Return the operator's arguments by name, in its order; ``arg0``, ``arg1`` ... without a schema."""
     names = [name for name, _ in _schema(op.target)] or [f"arg{index}" for index in range(len(op.args))]
     return dict(zip(names, op.args, strict=False)) | op.kwargs
 
 
 def argument_of(op: Op, name: str) -> Argument:
-    """An argument of an operator by name, or its default."""
+    """Return an argument of an operator by name, or its default."""
     given = bound(op)
     return given[name] if name in given else dict(_schema(op.target)).get(name)
 
 
 def placement_of(op: Op, strategy: Strategy, name: str) -> Placement:
-    """The placement that a strategy gives to a tensor argument, the first of a list.
+    """Return the placement of a tensor argument in a strategy; for a list, of its first tensor.
 
     Raises:
         KeyError: The operator has no such tensor argument.
@@ -146,7 +146,7 @@ def placement_of(op: Op, strategy: Strategy, name: str) -> Placement:
 
 
 def with_code(op: Op, **code: str) -> Op:
-    """The operator with some of its arguments replaced by Python code, to be written by `Writer.call`."""
+    """Return the operator with some arguments replaced by Python code, for `Writer.call`."""
     names = list(bound(op))[: len(op.args)]
     return replace(
         op,
@@ -157,13 +157,13 @@ def with_code(op: Op, **code: str) -> Op:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator where it stands, with its arguments by name.
+    """One operator in its graph, with its arguments by name.
 
     Attributes:
         op: The operator.
-        graph: The graph that it stands in.
-        size: Ranks of the unit.
-        given: The arguments that the operator has, in its order: positional ones, then keywords.
+        graph: The graph of the operator.
+        size: The number of ranks of the unit.
+        given: The arguments of the operator, in its order: positional ones, then keywords.
     """
 
     op: Op
@@ -173,49 +173,49 @@ class Call:
 
     @classmethod
     def of(cls, op: Op, graph: Graph, size: int) -> Call:
-        """The call of an operator."""
+        """Return the call of an operator."""
         return cls(op, graph, size, bound(op))
 
     def __getitem__(self, name: str) -> Argument:
         return self.given[name] if name in self.given else argument_of(self.op, name)
 
     def meta(self, name: str) -> TensorMeta | None:
-        """Meta of a tensor argument; None where it is none."""
+        """Return the meta of a tensor argument; None if it is no tensor."""
         argument = self[name]
         return self.graph.meta(argument.name) if isinstance(argument, Ref) else None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor argument for the traced sample."""
+        """Return the shape of a tensor argument for the traced sample."""
         meta = self.meta(name)
         return () if meta is None else meta.hints
 
     def metas(self, name: str) -> list[TensorMeta]:
-        """Metas of the tensors in a list argument."""
+        """Return the metas of the tensors in a list argument."""
         return [self.graph.meta(ref) for ref in refs_in(self[name])]
 
     def tensors(self) -> list[str]:
-        """Names of the arguments that are one tensor."""
+        """Return the names of the arguments that are one tensor."""
         return [name for name, argument in self.given.items() if isinstance(argument, Ref)]
 
     @property
     def outputs(self) -> tuple[TensorMeta, ...]:
-        """Metas of its results."""
+        """The metas of its results."""
         return outputs_of(self.op)
 
     @property
     def output(self) -> TensorMeta:
-        """Meta of its only result."""
+        """The meta of its only result."""
         return self.outputs[0]
 
     def dim(self, value: int, ndim: int | None = None) -> int:
-        """A dim argument as a number that is not negative."""
+        """Return a dim argument as a number that is not negative."""
         ndim = len(self.output.shape) if ndim is None else ndim
         return value + ndim if value < 0 else value
 
     def strategy(
         self, name: str, inputs: _Inputs, outputs: Sequence[Placement], *, call: str = ""
     ) -> Strategy:
-        """A strategy from placements by argument name; arguments that are not named are ``R``."""
+        """Return a strategy from placements by argument name; all other arguments are ``R``."""
         placements: list[Placement] = []
         for argument_name, argument in self.given.items():
             refs = list(refs_in(argument))
@@ -224,11 +224,10 @@ class Call:
         return Strategy(name, tuple(placements), tuple(outputs), call)
 
 
-# Strategies from names for dims: what an einsum equation says, for any operator.
-#
-# A rule gives every dim of every operand and result a label, and None to dims that must stay whole. Cutting
-# one label over the ranks is a strategy: what carries the label is ``S`` there, operands without it are
-# ``R``, and results without it are ``P``, which is right where the operator sums over the label.
+# Strategies from labels of dims, like an einsum equation for any operator. A rule gives every dim of every
+# operand and result a label, or None to dims that must not be sharded. To shard one label over the ranks is a
+# strategy: a tensor with the label is ``S`` there, and an operand without it is ``R``. A result without it is
+# ``P``, which is right if the operator sums over the label.
 
 
 Labels = tuple[str | None, ...]
@@ -236,14 +235,14 @@ Labels = tuple[str | None, ...]
 
 
 def dim_labels(call: Call, shape: Sequence[object]) -> Labels:
-    """Labels for the dims of a result that is computed element by element: ``batch``, ``dim1`` ..."""
+    """Return labels for the dims of an elementwise result: ``batch``, ``dim1`` ..."""
     symbolic = bool(call.graph.symbols)
     batch = next((index for index, dim in enumerate(shape) if isinstance(dim, Size) or not symbolic), None)
     return tuple("batch" if index == batch else f"dim{index}" for index in range(len(shape)))
 
 
 def aligned(labels: Labels, whole: TensorMeta, operand: TensorMeta) -> Labels:
-    """Labels of an operand that is broadcast to a shape with these labels."""
+    """Return the labels of an operand that is broadcast to a shape with these labels."""
     missing = len(labels) - len(operand.shape)
     return tuple(
         label if size == target else None
@@ -263,13 +262,13 @@ def label_strategies(
     *,
     summed: Collection[str] = (),
 ) -> list[Strategy]:
-    """One strategy for every label and every grouping that is asked for next to the operator.
+    """Return one strategy for every label, and for every grouping that a neighbor asks for.
 
     Args:
         call: The operator.
-        inputs: Labels by argument name, a list of them for a list of tensors; others are used whole.
-        outputs: Labels of the results.
-        summed: Labels that the operator sums over; others that a result lacks cannot be cut.
+        inputs: The labels by argument name, a list of them for a list of tensors; others are replicated.
+        outputs: The labels of the results.
+        summed: The labels that the operator sums over; others that a result lacks cannot be sharded.
     """
     of_inputs = list(_in_order(call, inputs))
     found = []
@@ -291,7 +290,7 @@ def label_strategies(
 
 
 def partial_strategy(call: Call, partial: Collection[str]) -> list[Strategy]:
-    """The strategy in which some arguments are partial sums and so are the results, of a linear operator."""
+    """Return the strategy of a linear operator with some partial arguments and partial results."""
     metas = [*call.outputs, *(meta for name in partial for meta in call.metas(name))]
     if not partial or not call.outputs or not all(is_floating(meta) for meta in metas):
         return []
@@ -299,7 +298,7 @@ def partial_strategy(call: Call, partial: Collection[str]) -> list[Strategy]:
 
 
 def _in_order(call: Call, inputs: Mapping[str, Labels | list[Labels]]) -> Iterator[Labels]:
-    """Labels of every operand, in the order of `Op.operands`."""
+    """Yield the labels of every operand, in the order of `Op.operands`."""
     for name, argument in call.given.items():
         count = len(list(refs_in(argument)))
         labels = inputs.get(name, ())
@@ -325,7 +324,7 @@ def _placed(labels: Labels, label: str, groups: int, absent: Placement) -> Place
 def _groups_of(
     label: str, op: Op, call: Call, inputs: Sequence[Labels], outputs: Sequence[Labels]
 ) -> list[int]:
-    """The groupings of a label that some neighbour can use, 1 among them."""
+    """Return the groupings of a label that some neighbor can use, 1 among them."""
     found = {1}
     values = [*zip(input_values(op), inputs, strict=True), *zip(output_values(op), outputs, strict=True)]
     for value, labels in values:
@@ -334,18 +333,17 @@ def _groups_of(
     return sorted(found)
 
 
-# Which grouped cuts are worth considering: where they arise, and how far they spread along a graph.
-#
-# A fused query-key-value projection is cut by heads with ``S(dim, groups=3)`` because its result is split
-# into three. So groups begin at splits and views, and every operator beside hands them on.
+# Grouped shards to consider: the places where they begin, and their spread along a graph. A fused
+# query-key-value projection is sharded by heads with ``S(dim, groups=3)``, because its result is split into
+# three. So groups begin at splits and views, and every operator passes them on.
 
 
 MOST_GROUPS = 4
-"""Into how many parts a dim may fall for a view to propose groups: query, key, value, and a gate."""
+"""The maximum groups that a view proposes for a dim: query, key, value, and a gate."""
 
 _SWEEPS = 12
 _Found = dict[str, set[tuple[int, int]]]
-"""Dims and numbers of groups by value."""
+"""The dims and numbers of groups by value."""
 
 
 def input_values(op: Op) -> list[str]:
@@ -356,30 +354,30 @@ def input_values(op: Op) -> list[str]:
 
 
 def output_values(op: Op) -> list[str]:
-    """A name for every result that is a tensor."""
+    """Return a name for every result that is a tensor."""
     if not isinstance(op.output, tuple):
         return [op.name]
     return [f"{op.name}[{index}]" for index, meta in enumerate(op.output) if meta is not None]
 
 
 def groups_at(graph: Graph, size: int, value: str, dim: int) -> set[int]:
-    """The numbers of groups, 1 apart, that are worth considering for a dim of a value."""
+    """Return the numbers of groups above 1 to consider for a dim of a value."""
     return {groups for noted, groups in grouped_cuts(graph, size, value) if noted == dim}
 
 
 def grouped_cuts(graph: Graph, size: int, value: str) -> frozenset[tuple[int, int]]:
-    """The dims of a value, and numbers of groups, that are worth considering."""
+    """Return the dims of a value, and their numbers of groups, to consider."""
     found: _Found = graph.derived.get(("groups", size), {})
     return frozenset(found.get(value, ()))
 
 
 def spread_groups(graph: Graph, size: int, strategies_of: Callable[[Op], list[Strategy]]) -> None:
-    """Find the grouped cuts of a whole graph, once; `groups_at` answers from then on.
+    """Find the grouped shards of a complete graph, once; `groups_at` answers from then on.
 
     Args:
         graph: The graph.
-        size: Ranks of the unit.
-        strategies_of: The strategies of an operator, which use earlier results.
+        size: The number of ranks of the unit.
+        strategies_of: A function that returns the strategies of an operator, by earlier results.
     """
     key, stamp = ("groups", size), ("groups of", size)
     if graph.derived.get(stamp) == len(graph.ops):
@@ -395,7 +393,7 @@ def spread_groups(graph: Graph, size: int, strategies_of: Callable[[Op], list[St
 
 
 def _note(found: _Found, op: Op, strategies: list[Strategy]) -> bool:
-    """Note the groups of an operator's strategies; whether there are new ones."""
+    """Note the groups of an operator's strategies; return True if some are new."""
     values = [*input_values(op), *output_values(op)]
     new = False
     for strategy in strategies:

@@ -1,4 +1,4 @@
-"""Operators that compute nothing: shapes, orders, repeating, taking apart, putting together."""
+"""Split operators that compute nothing: shapes, orders, repeats, splits, concatenations."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from nnx_nnscaler.rules.rule import (
 
 __all__ = ["RULES"]
 
-# Operators that keep all elements in their order and only give them another shape.
+# Operators that keep all elements in their order and only change the shape.
 
 
 class _Side(NamedTuple):
-    """One side of a reshape: a shape, and those of its dims that hold the same elements as the other's."""
+    """One side of a reshape: a shape, and the dims that hold the same elements as the other side's."""
 
     value: str
     shape: tuple[Dim, ...]
@@ -40,11 +40,11 @@ class _Side(NamedTuple):
 
 
 class Reshape(Rule):
-    """Another shape, by any reshaping operator.
+    """Any reshaping operator.
 
-    Dims before and after fall into blocks of equal size. Within a block, a cut is told by how many equal
-    parts the elements fall into before each is cut: of ``S(d, groups)``, the product of the sizes before
-    ``d`` and the groups. The same number on the other side is the same cut.
+    Dims before and after form blocks of equal size. Within a block, the number of equal runs of elements
+    before each run is sharded identifies a shard: for ``S(d, groups)``, the product of the sizes before ``d``
+    and the groups. The same number on the other side is the same shard.
     """
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
@@ -56,7 +56,7 @@ class Reshape(Rule):
         found = []
         for source, target in self._pairs(call, before.shape):
             groups = f"/{target.groups}" if target.groups > 1 else ""
-            inputs = {"self": source, "other": target}  # which some take the shape of
+            inputs = {"self": source, "other": target}  # some operators take the shape of `other`
             found.append(call.strategy(f"{names[target.dim]}{groups}", inputs, [target]))
         return [*found, *partial_strategy(call, ["self"])]
 
@@ -67,7 +67,7 @@ class Reshape(Rule):
         return f"{writer.value(argument_of(op, 'self'))}.reshape({shape})"
 
     def _pairs(self, call: Call, shape: tuple[Dim, ...]) -> list[tuple[Placement, Placement]]:
-        """The cuts before and after that leave every rank the same elements."""
+        """Return the shards before and after that leave every rank the same elements."""
         found: dict[tuple[Placement, Placement], None] = {}
         for dims_before, dims_after in _blocks(call, shape, call.output.shape):
             before = _Side(call.op.operands()[0], shape, dims_before)
@@ -90,11 +90,11 @@ def _cuts(call: Call, side: _Side) -> Iterator[Placement]:
 
 
 def _same_cut(placement: Placement, side: _Side, other: _Side, size: int) -> Placement | None:
-    """The placement on the other side that leaves every rank the same elements."""
+    """Return the placement on the other side that leaves every rank the same elements."""
     parts = placement.groups
     for dim in side.dims[: side.dims.index(placement.dim)]:
         if isinstance(side.shape[dim], Size):
-            return None  # as many parts as there are samples
+            return None  # it would need as many runs as there are samples
         parts *= hint_of(side.shape[dim])
     leading = 1
     for dim in other.dims:
@@ -108,10 +108,10 @@ def _same_cut(placement: Placement, side: _Side, other: _Side, size: int) -> Pla
 
 
 def _is_wanted(call: Call, before: _Side, after: _Side, source: Placement, target: Placement) -> bool:
-    """Return True if a pair is worth a strategy: not grouped, or asked for beside, or a dim split into few.
+    """Return True if a pair is worth a strategy: not grouped, or a neighbor asks for it, or of few groups.
 
-    What is cut last of many parts is features of every head, which no operator needs: up to three parts are
-    more likely to be queries, keys and values.
+    Many groups mean features of every head, which no operator needs. Up to three groups are more likely to be
+    queries, keys and values.
     """
     few = MOST_GROUPS if target.dim != after.dims[-1] else MOST_GROUPS - 1
     if target.groups == 1 and source.groups <= few:
@@ -121,7 +121,7 @@ def _is_wanted(call: Call, before: _Side, after: _Side, source: Placement, targe
 
 
 def _blocks(call: Call, before: Sequence[Dim], after: Sequence[Dim]) -> Iterator[tuple[list[int], list[int]]]:
-    """The smallest runs of dims before and after with equal products; dims of size 1 are left out."""
+    """Yield the smallest runs of dims before and after with equal products, without dims of size 1."""
     left, right = _sizes(call.graph, before), _sizes(call.graph, after)
     while left and right:
         dims_left, dims_right = [left[0][0]], [right[0][0]]
@@ -136,12 +136,12 @@ def _blocks(call: Call, before: Sequence[Dim], after: Sequence[Dim]) -> Iterator
                 dims_right.append(dim)
                 product_right = (product_right[0] * sizes[0], product_right[1] * sizes[1])
             else:
-                return  # equal for the traced sizes only, or not a form that is known
+                return  # equal for the traced sizes only, or an unknown form
         yield dims_left, dims_right
 
 
 def _sizes(graph: Graph, shape: Sequence[Dim]) -> list[tuple[int, tuple[int, int]]]:
-    """Every dim with its traced size and its size for other values of the symbols."""
+    """Return every dim with its traced size and its size for other values of the symbols."""
     symbols = other_symbols(graph)
     found = []
     for index, dim in enumerate(shape):
@@ -159,7 +159,7 @@ _SAME_ORDER: dict[str, Rule] = dict.fromkeys(
 )
 
 
-# Values of symbolic sizes, by reading their expressions; nothing is executed.
+# Evaluate symbolic sizes by parsing their expressions, without executing code.
 
 
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -173,12 +173,12 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def other_symbols(graph: Graph) -> dict[str, int]:
-    """Other values for a graph's symbols than those traced, to tell sizes that happen to be equal."""
+    """Return other values of a graph's symbols, to recognize sizes that are equal by chance."""
     return {name: 10_007 + 2 * index for index, name in enumerate(graph.symbols)}
 
 
 def size_at(dim: Dim, symbols: Mapping[str, int]) -> int | None:
-    """The value of a size for given symbols; None where its expression has other forms than arithmetic.
+    """Return the value of a size for given symbols; None if its expression is more than arithmetic.
 
     Example:
         >>> from nnx_nnscaler.ir.graph import Size
@@ -205,11 +205,11 @@ def _value(node: ast.expr, symbols: Mapping[str, int]) -> int:
     raise TypeError(node)
 
 
-# Operators that permute, repeat, take apart or put together, without computing anything.
+# Operators that permute, repeat, split or concatenate, without computing anything.
 
 
 class _View(Rule):
-    """An operator whose operand's dims all reappear in its result, or stay whole."""
+    """An operator whose operand's dims all reappear in its result, or are replicated."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -219,7 +219,7 @@ class _View(Rule):
         return [*label_strategies(call, {"self": labels[0]}, [labels[1]]), *partial_strategy(call, ["self"])]
 
     def labels(self, call: Call) -> tuple[Labels, Labels] | None:
-        """Labels of the operand and of the result; None for a form that is not known."""
+        """Return the labels of the operand and of the result; None for an unknown form."""
         raise NotImplementedError
 
 
@@ -230,7 +230,7 @@ class _Permute(_View):
         return tuple(after[order.index(dim)] for dim in range(len(order))), after
 
     def order(self, call: Call, ndim: int) -> list[int]:
-        """The operand's dim that every dim of the result is."""
+        """Return the operand's dim behind every dim of the result."""
         return [call.dim(dim) for dim in call["dims"]]
 
 
@@ -242,7 +242,7 @@ class _Transpose(_Permute):
         return order
 
     def swapped(self, call: Call) -> tuple[int, int]:
-        """The two dims that change places."""
+        """Return the two dims that change places."""
         names = ("dim0", "dim1") if call["dim0"] is not None else ("axis0", "axis1")
         return call.dim(call[names[0]]), call.dim(call[names[1]])
 
@@ -266,7 +266,7 @@ class _MoveDim(_Permute):
 
 
 class _Expand(Rule):
-    """Repeated along dims of size 1, and new ones: there every rank makes its part from the whole."""
+    """Expansion along dims of size 1 and new dims, where every rank makes its shard from all elements."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -299,7 +299,7 @@ class _AlongDim(_View):
         return whole, whole
 
     def worked(self, call: Call) -> list[int]:
-        """The dims that it works along."""
+        """Return the dims that it works along."""
         dims = _as_list(call["dims"] if call["dims"] is not None else call["dim"])
         return [call.dim(dim) for dim in dims] or list(range(len(call.output.shape)))
 
@@ -318,10 +318,10 @@ class _Select(_View):
 
 
 class _Repeat(_View):
-    """Copies one after the other, along dims that stay whole then.
+    """Copies one after the other, along dims that are not sharded.
 
     Args:
-        times: Name of the argument that says how many.
+        times: The name of the argument with the number of copies.
     """
 
     def __init__(self, times: str) -> None:
@@ -335,7 +335,7 @@ class _Repeat(_View):
 
 
 class _RepeatInterleave(_AlongDim):
-    """Repeats elements where they are, so that parts stay parts."""
+    """Repeats each element next to itself, so that shards stay shards."""
 
     def worked(self, call: Call) -> list[int]:
         return []
@@ -345,7 +345,7 @@ class _RepeatInterleave(_AlongDim):
 
 
 class _Parts(Rule):
-    """Takes a tensor apart along a dim: cut along another, or in every part alike."""
+    """Splits of a tensor along a dim: sharded along another dim, or equally within every result."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -402,7 +402,7 @@ class _Unbind(Rule):
 
 
 class _Cat(Rule):
-    """Puts tensors together along a dim; where that is asked for grouped, from parts of each."""
+    """Concatenations along a dim; if a neighbor asks for groups, from shards of each operand."""
 
     def strategies(self, op: Op, graph: Graph, size: int) -> list[Strategy]:
         call = Call.of(op, graph, size)
@@ -410,7 +410,7 @@ class _Cat(Rule):
         metas = call.metas("tensors")
         after = dim_labels(call, call.output.shape)
         whole = tuple(label if index != dim else None for index, label in enumerate(after))
-        if any(len(meta.shape) != len(after) for meta in metas):  # empty ones of one dim, which cat ignores
+        if any(len(meta.shape) != len(after) for meta in metas):  # `cat` ignores empty operands of one dim
             labels: list[Labels] = [whole if len(meta.shape) == len(after) else () for meta in metas]
             return label_strategies(call, {"tensors": labels}, [whole])
         found = label_strategies(call, {"tensors": [whole] * len(metas)}, [whole])
@@ -439,7 +439,7 @@ def _as_list(argument: Argument) -> list[Argument]:
 
 
 def _is_cut(placement: Placement, dim: int, op: Op) -> bool:
-    """Return True if the results of an operator are cut along the dim that it works along."""
+    """Return True if the results of an operator are sharded along the dim that it works along."""
     outputs = op.output if isinstance(op.output, tuple) else (op.output,)
     ndim = next(len(meta.shape) for meta in outputs if meta is not None)
     return placement.is_shard and placement.dim == dim % ndim

@@ -1,7 +1,7 @@
-"""Try one strategy of an operator: does it, called on shards, make shards of its full result?
+"""Try one strategy of an operator: check that its results on shards are shards of its full result.
 
-One process plays all ranks, on made-up data, forwards and backwards. What a rule rewrites is beyond this:
-here every rank runs the operator itself and nothing is communicated.
+One process plays all ranks, on random data, forward and backward. Rewritten operators cannot be tried: here
+every rank runs the operator itself, without communication.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Run = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 
 DRAWS = ("normal", "large", "positive")
-"""The kinds of data: what is linear only for small values shows with large ones, roots need positive ones."""
+"""Kinds of data: large values show nonlinearity that small ones hide, and roots need positive values."""
 
 
 _WIDE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
@@ -32,7 +32,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, 
 
 
 def runner(op: Op) -> Run | None:
-    """An operator as a function of its operands; None where an argument is only known in a program."""
+    """Return an operator as a function of its operands; None if only a program knows an argument."""
     operator = operator_of(op.target)
     if operator is None or not all(_is_known(argument) for argument in (*op.args, *op.kwargs.values())):
         return None
@@ -51,7 +51,7 @@ def runner(op: Op) -> Run | None:
 def draw(
     shape: Sequence[int], dtype: torch.dtype, kind: str, bound: int, generator: torch.Generator
 ) -> Tensor:
-    """Made-up values: floating point ones in float64 if they can be, integers below a bound."""
+    """Return random values: floating point ones in float64 if possible, integers below a bound."""
     if dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
     if not (dtype.is_floating_point or dtype.is_complex):
@@ -68,10 +68,10 @@ class Trial:
     """The results of an operator on unsharded operands, to compare shards with.
 
     Attributes:
-        operands: The whole operands.
-        results: The whole results.
-        cotangents: The gradient of every result; None of one that has none.
-        gradients: The gradient of every operand then; None of one that has none.
+        operands: The unsharded operands.
+        results: The unsharded results.
+        cotangents: The gradient of every result; None for a result without one.
+        gradients: The resulting gradient of every operand; None for an operand without one.
     """
 
     operands: tuple[Tensor, ...]
@@ -81,7 +81,7 @@ class Trial:
 
     @classmethod
     def of(cls, run: Run, operands: Sequence[Tensor], generator: torch.Generator) -> Trial:
-        """Run the operator on unsharded operands. Its errors are raised."""
+        """Run the operator on unsharded operands, and raise its errors."""
         leaves, results = _forward(run, operands)
         cotangents = tuple(
             torch.randn(result.shape, dtype=result.dtype, generator=generator)
@@ -93,11 +93,11 @@ class Trial:
         return cls(tuple(operands), tuple(result.detach() for result in results), cotangents, gradients)
 
     def disagreement(self, run: Run, strategy: Strategy, size: int) -> str:
-        """In what the ranks' results, or gradients, are not those of the whole; empty if they agree.
+        """Return the difference of the ranks' results or gradients from the unsharded ones; empty if none.
 
         Args:
-            run: The operator as each rank runs it.
-            strategy: Placements of operands and results.
+            run: The operator on each rank.
+            strategy: The placements of operands and results.
             size: The number of ranks.
         """
         split = [list(_split(t, p, size)) for t, p in zip(self.operands, strategy.inputs, strict=True)]
@@ -164,7 +164,7 @@ def _backward(
 
 
 def _split(tensor: Tensor, placement: Placement, size: int) -> Iterator[Tensor]:
-    """Every rank's operand: its part, the whole, or a random summand."""
+    """Yield every rank's operand: its shard, the complete tensor, or a random summand."""
     if placement.is_shard:
         grouped = _grouped(tensor, placement)
         for part in grouped.chunk(size, placement.dim + 1):
@@ -180,13 +180,13 @@ def _split(tensor: Tensor, placement: Placement, size: int) -> Iterator[Tensor]:
 
 
 def _grouped(tensor: Tensor, placement: Placement) -> Tensor:
-    """The groups of the dim that is cut, as a dim of their own before the rest."""
+    """Return the groups of the sharded dim, as a dim of their own in front of the rest."""
     shape = tensor.shape
     return tensor.reshape(*shape[: placement.dim], placement.groups, -1, *shape[placement.dim + 1 :])
 
 
 def _dual(cotangent: Tensor, placement: Placement, size: int) -> Iterator[Tensor]:
-    """Every rank's gradient of a result: its part of it, or all of it."""
+    """Yield every rank's gradient of a result: its shard, or the complete one."""
     if placement.is_shard:
         yield from _split(cotangent, placement, size)
     else:
@@ -194,7 +194,7 @@ def _dual(cotangent: Tensor, placement: Placement, size: int) -> Iterator[Tensor
 
 
 def _joined(parts: Sequence[Tensor], placement: Placement) -> Tensor:
-    """The whole that the ranks hold."""
+    """Return the complete tensor of the ranks' shards."""
     if placement.kind == "P":
         total = parts[0]
         for part in parts[1:]:
@@ -218,7 +218,7 @@ def _gathered(parts: Sequence[Any], placement: Placement) -> list[Tensor]:
 
 
 def _farthest(found: Tensor, whole: Tensor) -> float:
-    """The largest difference relative to the whole's largest value; 0 if it is rounding."""
+    """Return the largest difference relative to the largest unsharded value; 0 for a rounding error."""
     if found.dtype != whole.dtype or found.ndim != whole.ndim:
         found = found.to(whole.dtype).expand_as(whole)
     same = (found == whole) | (found.isnan() & whole.isnan())

@@ -1,7 +1,7 @@
-"""Buckets of gradients that are reduced together, in one flat buffer.
+"""Reduce the gradients of several parameters together, in one flat buffer.
 
-How parameters are grouped, and the order inside a bucket, are torch DDP's, so that gloo and NCCL add the
-ranks' numbers in the same order and the sums are equal bit for bit.
+The grouping of parameters and the order inside a bucket are those of torch DDP. So gloo and NCCL add the
+ranks' numbers in the same order, and the sums are bitwise equal.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from nnx_core.errors import UnsupportedError
 from nnx_nnscaler._torch_compat import unflatten_dense_tensors
 
 UNUSED, DENSE, SPARSE = 0, 1, 2
-"""What is known of a gradient in a pass; over the ranks the greatest counts."""
+"""The kind of a gradient in a pass; the greatest over the ranks counts."""
 
 
 LARGE = 1 << 15
-"""Elements from which on a gradient is copied as soon as it comes; smaller ones together: fewer calls."""
+"""Minimum elements of a gradient that is copied at once; smaller ones are copied together, in fewer calls."""
 
 
 def assign_buckets(tensors: Sequence[Tensor], limits: Sequence[int]) -> list[list[int]]:
     """Group tensors, in order, into buckets of one dtype and device.
 
-    A bucket is complete as soon as it has at least as many bytes as its limit: the first of each dtype
-    takes the first limit, the next the second, and so on, the last one for all that follow.
+    A bucket is complete as soon as it has at least as many bytes as its limit. Of each dtype, the first
+    bucket takes the first limit, the next the second, and so on; the last limit holds for all others.
 
     Example:
         >>> assign_buckets([torch.zeros(2), torch.zeros(3), torch.zeros(1)], [4, 16])
@@ -57,10 +57,10 @@ class Bucket(ABC):
     """Gradients that are reduced together.
 
     Attributes:
-        members: Numbers of its parameters in the reducer.
-        always: True if it is reduced also where gradients are only to be accumulated.
-        missing: Members whose gradient has not come in the running pass.
-        launched: True if its collective is under way.
+        members: The numbers of its parameters in the reducer.
+        always: True if it is reduced even while gradients only accumulate.
+        missing: The members without a gradient in the running pass.
+        launched: True if its collective has started.
     """
 
     members: list[int]
@@ -73,28 +73,28 @@ class Bucket(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Make room for the gradients of a pass."""
+        """Prepare for the gradients of a pass."""
 
-    def mark(self, index: int) -> None:  # noqa: B027 # most look at gradients only in `fill`
-        """The gradient of a member is complete."""
+    def mark(self, index: int) -> None:  # noqa: B027 # most buckets read gradients only in `fill`
+        """Note that the gradient of a member is complete."""
 
     def fault_of_late(self, index: int) -> Exception | None:
-        """Return the fault of a gradient that comes after its bucket was sent; None if there is none."""
+        """Return the error for a gradient that arrives after the bucket was sent; None if it does no harm."""
         return None
 
     @abstractmethod
     def fill(self, used: list[int]) -> None:
-        """Get ready to be launched: every member's gradient scaled, zeros where there is none.
+        """Prepare the launch: scale every member's gradient, and fill zeros for the missing ones.
 
         Args:
-            used: The dict in which to note, by number, what kind of gradient a member has.
+            used: The kinds of the members' gradients by number, to be completed.
         """
 
     def used_elsewhere(self, unused: Sequence[int]) -> set[int]:
-        """The members that other ranks had gradients for; after `wait`.
+        """Return the members that have gradients on other ranks; call it after `wait`.
 
         Args:
-            unused: The members that this rank had none for, at least one.
+            unused: The members without a gradient on this rank, at least one.
         """
         return set()
 
@@ -104,30 +104,30 @@ class Bucket(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until this rank has the results; further collectives may be needed for it."""
+        """Wait for the results on this rank; it may need further collectives."""
 
     @abstractmethod
     def hand_out(self, index: int, kind: int) -> None:
-        """Give a parameter its reduced gradient."""
+        """Set the reduced gradient of a parameter."""
 
-    def end(self) -> None:  # noqa: B027 # nothing to free unless there is
-        """Free what only a pass needs."""
+    def end(self) -> None:  # noqa: B027 # most buckets have nothing to free
+        """Free the memory that only a pass needs."""
 
 
 class GradientBucket(Bucket):
-    """Gradients of parameters of which all ranks of a group hold the same elements: summed, scaled.
+    """Gradients that all ranks of a group hold completely: scaled and summed.
 
-    After a pass the gradients are views of the buffer, which saves copying them back. It is used again only
-    if nobody else looks at it.
+    After a pass the gradients are views of the buffer, which saves copying them back. The next pass reuses
+    the buffer only if nothing else refers to it.
 
-    A rank without a gradient sends -0.0, and one with a gradient any other first element. A sum of zeros
-    is -0.0 only if all of them are, so ranks see whether a parameter was used anywhere without asking.
+    A rank without a gradient sends -0.0 as its first element, and a rank with a gradient never does. A sum of
+    zeros is -0.0 only if all of them are. So ranks learn the used parameters without another collective.
 
     Args:
-        members: Numbers of the parameters.
+        members: The numbers of the parameters.
         parameters: The parameters, in the order of their numbers.
-        group: The ranks over which gradients are summed.
-        scale: Factor of each rank's gradient; applied before the sum, as DDP does.
+        group: The ranks of the sum.
+        scale: The factor of each rank's gradient, applied before the sum, as DDP does.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class GradientBucket(Bucket):
         self._slots = views_like(self._buffer, self._parameters)
 
     def _is_own(self, buffer: Tensor) -> bool:
-        """Return True if nothing but the parameters' own gradients looks at the buffer."""
+        """Return True if nothing but the parameters' own gradients refers to the buffer."""
         storage = buffer.untyped_storage()
         lookers = users_of_storage(storage) - 2  # the buffer, and `storage`
         if lookers > 0:
@@ -177,14 +177,14 @@ class GradientBucket(Bucket):
         if index in self._large:
             gradient = self._parameters[index].grad
             if gradient is not None and not gradient.is_sparse and not self._is_slot(index, gradient):
-                torch.mul(gradient.detach(), self._scale, out=self._slots[index])  # while it is in the cache
+                torch.mul(gradient.detach(), self._scale, out=self._slots[index])  # while the cache holds it
                 self._filled.add(index)
 
     @override
     def fault_of_late(self, index: int) -> Exception | None:
         gradient = self._parameters[index].grad
         if gradient is None or not self._is_slot(index, gradient):
-            return None  # else it was added to the buffer while that was being reduced
+            return None  # autograd added it to the buffer during the reduction
         return UnsupportedError(
             f"the gradient of a parameter of shape {tuple(gradient.shape)} was completed twice in one "
             "backward, while it was accumulated.",
@@ -214,14 +214,14 @@ class GradientBucket(Bucket):
                 foreach_mul_(slots, self._scale)
             else:
                 self._buffer.mul_(self._scale)
-        self._buffer.index_add_(0, self._firsts, self._zeros)  # makes +0.0 of -0.0
+        self._buffer.index_add_(0, self._firsts, self._zeros)  # turns -0.0 into +0.0
         for slot in unused:
             slot.fill_(-0.0)
 
     @override
     def used_elsewhere(self, unused: Sequence[int]) -> set[int]:
         assert self._buffer is not None, "`start` comes first"
-        firsts = self._buffer.index_select(0, self._firsts).cpu()  # at once: the host has to wait for it
+        firsts = self._buffer.index_select(0, self._firsts).cpu()  # one copy, because the host waits for it
         firsts = firsts.real if firsts.is_complex() else firsts
         is_unused = ((firsts == 0) & firsts.signbit()).tolist()
         filled = [index for index, parameter in self._parameters.items() if parameter.numel()]
@@ -254,7 +254,7 @@ class GradientBucket(Bucket):
 
 
 def views_like(buffer: Tensor, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """A view of the buffer for every tensor, with its strides where they leave no gaps."""
+    """Return a view of the buffer for every tensor, with the tensor's strides if these leave no gaps."""
     if all(tensor.is_contiguous() for tensor in tensors.values()):
         views = unflatten_dense_tensors(buffer, list(tensors.values()))
         return dict(zip(tensors, views, strict=True))
@@ -272,7 +272,7 @@ def views_like(buffer: Tensor, tensors: Mapping[int, Tensor]) -> dict[int, Tenso
 
 
 def _fills_its_storage(tensor: Tensor) -> bool:
-    """Return True if elements lie without gap or overlap, in any order of the dims."""
+    """Return True if the elements fill the memory without gap or overlap, in any order of the dims."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -282,15 +282,15 @@ def _fills_its_storage(tensor: Tensor) -> bool:
 
 
 class UseBucket(Bucket):
-    """Parameters that are reduced with nobody here: the stages only learn which of them were used.
+    """Parameters that no other rank reduces; the stages only learn which of them were used.
 
-    Those of other stages get an empty gradient where they were, so that each parameter has a gradient, and
-    state of its optimizer, on all ranks or on none.
+    A parameter of another stage gets an empty gradient if it was used. So each parameter has a gradient, and
+    optimizer state, on all ranks or on none.
 
     Args:
-        members: Numbers of the parameters.
+        members: The numbers of the parameters.
         parameters: The parameters, in the order of their numbers.
-        elsewhere: Numbers of those that another stage stores.
+        elsewhere: The numbers of the parameters that another stage stores.
     """
 
     always = True

@@ -1,6 +1,6 @@
 """The ``rt`` of a generated program: conversions, and operators that differ on a shard.
 
-The arithmetic is torch's own. An operator adds the share of a mask, count or table that its rank needs.
+The arithmetic is torch's own. An operator here adds a rank's share of a mask, a count or a table.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from nnx_core.errors import UnsupportedError
 from nnx_nnscaler._torch_compat import safe_softmax
 from nnx_nnscaler.ir.placement import Placement
 
-# Changing a tensor's placement inside an emitted program, with the matching collective for its gradient.
-#
-# Methods are named ``forward__backward``. ``dim`` and ``groups`` are those of the shard that is made or
-# taken apart, as in `nnx_nnscaler.ir.placement.S`.
+# A conversion changes a tensor's placement inside a program, and converts its gradient by the matching
+# collective. Its name is ``forward__backward``. ``dim`` and ``groups`` describe the shard to make or to join,
+# as in `nnx_nnscaler.ir.placement.S`.
 
 
 _Change = Callable[[Tensor], Tensor]
 
 
 class _Converted(torch.autograd.Function):
-    """Applies one change to the value and another to its gradient."""
+    """Applies one function to the value and another to its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, forward: _Change, backward: _Change) -> Tensor:
@@ -37,13 +36,13 @@ class _Converted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if gradient.requires_grad:  # with `create_graph`
+        if gradient.requires_grad:  # backward records with `create_graph`
             return _Once.apply(gradient, ctx.change), None, None  # type: ignore[no-untyped-call]
         return ctx.change(gradient), None, None
 
 
 class _Once(torch.autograd.Function):
-    """A gradient whose own gradient would be wrong: what the ranks' summands of it are, nobody knows."""
+    """A gradient that refuses a derivative: the ranks' summands of a second derivative are unknown."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, change: _Change) -> Tensor:
@@ -52,8 +51,8 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
         raise UnsupportedError(
-            "a second derivative is taken through a forward that several ranks compute in parts.",
-            remedy="Use strategy 'nnscaler_dp', under which every rank computes the whole forward.",
+            "a second derivative is taken through a forward that several ranks compute as shards.",
+            remedy="Use strategy 'nnscaler_dp', under which every rank computes the complete forward.",
         )
 
 
@@ -61,7 +60,7 @@ class Conversions:
     """The placement changes of one rank of a unit.
 
     Args:
-        communicator: The unit's collectives.
+        communicator: The collectives of the unit.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -70,61 +69,61 @@ class Conversions:
         self.size = communicator.size
 
     def part(self, tensor: Tensor, dim: int, groups: int = 1) -> Tensor:
-        """This rank's part of a whole tensor."""
+        """Return this rank's shard of a complete tensor."""
         if groups == 1:
             return tensor.chunk(self.size, dim)[self.rank].contiguous()
         return _grouped(tensor, dim, groups).chunk(self.size, dim + 1)[self.rank].flatten(dim, dim + 1)
 
     def whole(self, tensor: Tensor, dim: int, groups: int = 1) -> Tensor:
-        """The whole tensor, from every rank's part."""
+        """Return the complete tensor, from every rank's shard."""
         if groups == 1:
             return self.communicator.all_gather(tensor, dim)
         grouped = _grouped(tensor, dim, groups)
         return self.communicator.all_gather(grouped, dim + 1).flatten(dim, dim + 1)
 
     def sum_part(self, tensor: Tensor, dim: int, groups: int = 1) -> Tensor:
-        """This rank's part of the sum over the ranks."""
+        """Return this rank's shard of the sum over the ranks."""
         if groups == 1:
             return self.communicator.reduce_scatter(tensor, dim)
         grouped = _grouped(tensor, dim, groups)
         return self.communicator.reduce_scatter(grouped, dim + 1).flatten(dim, dim + 1)
 
     def keep__all_reduce(self, tensor: Tensor) -> Tensor:
-        """The same value; its gradient is summed over the ranks, which each used it for their part."""
+        """Keep the value; sum its gradient over the ranks, because each rank used it for its shard."""
         return self._converted(tensor, _same, self.communicator.all_reduce)
 
     def keep__divide(self, tensor: Tensor) -> Tensor:
-        """The same value; its gradient is divided by the ranks, because the reducer will sum it over them."""
+        """Keep the value; divide its gradient by the ranks, because the reducer sums it over them."""
         return self._converted(tensor, _same, lambda gradient: gradient / self.size)
 
     def split__all_gather(self, tensor: Tensor, dim: int, groups: int = 1) -> Tensor:
-        """R to S: this rank's part; its gradient is gathered."""
+        """Convert R to S: split the value; gather its gradient."""
         return self._converted(
             tensor, lambda t: self.part(t, dim, groups), lambda g: self.whole(g, dim, groups)
         )
 
     def all_gather__split(self, tensor: Tensor, dim: int, groups: int = 1) -> Tensor:
-        """S to R: the whole; of its complete gradient this rank keeps its part."""
+        """Convert S to R: gather the value; keep this rank's shard of its complete gradient."""
         return self._converted(
             tensor, lambda t: self.whole(t, dim, groups), lambda g: self.part(g, dim, groups)
         )
 
     def all_gather__reduce_scatter(self, tensor: Tensor, dim: int, groups: int = 1) -> Tensor:
-        """S to R: the whole; its partial gradients are summed, and this rank keeps its part."""
+        """Convert S to R: gather the value; sum its partial gradients, and keep this rank's shard."""
         return self._converted(
             tensor, lambda t: self.whole(t, dim, groups), lambda g: self.sum_part(g, dim, groups)
         )
 
     def all_reduce__keep(self, tensor: Tensor) -> Tensor:
-        """P to R: the sum; its gradient is complete."""
+        """Convert P to R: sum the value; its gradient is complete."""
         return self._converted(tensor, self.communicator.all_reduce, _same)
 
     def all_reduce__all_reduce(self, tensor: Tensor) -> Tensor:
-        """P to R: the sum; its partial gradients are summed too."""
+        """Convert P to R: sum the value; sum its partial gradients too."""
         return self._converted(tensor, self.communicator.all_reduce, self.communicator.all_reduce)
 
     def reduce_scatter__all_gather(self, tensor: Tensor, dim: int, groups: int = 1) -> Tensor:
-        """P to S: this rank's part of the sum; its gradient is gathered."""
+        """Convert P to S: keep this rank's shard of the sum; gather its gradient."""
         return self._converted(
             tensor, lambda t: self.sum_part(t, dim, groups), lambda g: self.whole(g, dim, groups)
         )
@@ -132,7 +131,7 @@ class Conversions:
     def all_to_all__all_to_all(
         self, tensor: Tensor, dim: int, to_dim: int, groups: int = 1, to_groups: int = 1
     ) -> Tensor:
-        """S to S along another dim; its gradient goes the way back."""
+        """Convert S to S along another dim; its gradient takes the opposite way."""
         return self._converted(
             tensor,
             lambda t: self._exchanged(t, dim, to_dim, groups, to_groups),
@@ -156,7 +155,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def join_parts(parts: Sequence[Tensor], placement: Placement) -> Tensor:
-    """The whole tensor, from its parts in the order of the ranks."""
+    """Return the complete tensor, from its shards in the order of the ranks."""
     if placement.groups == 1:
         return torch.cat(list(parts), placement.dim)
     grouped = [torch.unflatten(part, placement.dim, (placement.groups, -1)) for part in parts]
@@ -164,19 +163,19 @@ def join_parts(parts: Sequence[Tensor], placement: Placement) -> Tensor:
 
 
 def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
-    """Return the same tensor with a dim cut in two: groups, and positions in a group."""
+    """Return the same tensor with a dim viewed as two: groups, and positions in a group."""
     shape = tensor.shape
     return tensor.view(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
 
 
-# Batch norm whose statistics span the unit, and what keeps running statistics equal on its ranks.
+# Batch norm with statistics over the unit, which keeps running statistics equal on all ranks.
 
 
-_CUDNN = False  # torch's own kernels, which any device has and whose backward takes given statistics
+_CUDNN = False  # torch's own kernels run on any device, and their backward takes given statistics
 
 
 class Normalization(Conversions):
-    """Normalisation on parts of a batch or of its channels."""
+    """Normalization of a shard of a batch or of its channels."""
 
     def batch_norm_over_unit(
         self,
@@ -188,9 +187,10 @@ class Normalization(Conversions):
         momentum: float,
         eps: float,
     ) -> Tensor:
-        """Batch norm in training of this rank's part along any dim but the channels.
+        """Run batch norm in training on this rank's shard along any dim but the channels.
 
-        Mean and variance are those of the whole batch; every rank updates its running statistics with them.
+        Mean and variance are those of the complete batch; every rank updates its running statistics with
+        them.
         """
         mean, variance, count = self._statistics(x.detach())
         if running_mean is not None and running_var is not None:
@@ -212,7 +212,7 @@ class Normalization(Conversions):
         momentum: float,
         eps: float,
     ) -> Tensor:
-        """Batch norm in training of this rank's channels; every rank's running statistics stay whole."""
+        """Run batch norm in training on this rank's channels; every rank updates all running statistics."""
         own = self.part(torch.stack((running_mean, running_var)), 1)
         mean, variance = own
         result = torch.batch_norm(x, weight, bias, mean, variance, True, momentum, eps, _CUDNN)
@@ -222,14 +222,15 @@ class Normalization(Conversions):
         return result
 
     def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Mean and biased variance of each channel over the unit, and how many values they are of."""
+        """Return mean and biased variance of each channel over the unit, and the number of values."""
         dims = [dim for dim in range(x.ndim) if dim != 1]
         values = x if x.dtype == torch.float64 else x.float()
         own_variance, own_mean = torch.var_mean(values, dims, correction=0)
         stacked = self.communicator.all_gather(torch.stack((own_mean, own_variance))[None], 0)
         means, variances = stacked.unbind(1)
         mean = means.mean(0)
-        # The parts are of equal size, so the variance is that within them plus that between their means.
+        # All shards have equal sizes, so the variance is the mean variance within them plus that of their
+        # means.
         variance = variances.mean(0) + (means - mean).square().mean(0)
         return mean, variance, x.numel() // x.shape[1] * self.size
 
@@ -239,8 +240,8 @@ class _Batch(NamedTuple):
 
     Attributes:
         eps: The number that is added to the variance.
-        values: The number of values each channel's statistics are of.
-        all_reduce: Sums over the unit's ranks.
+        values: The number of values behind each channel's statistics.
+        all_reduce: The sum over the unit's ranks.
     """
 
     eps: float
@@ -249,7 +250,7 @@ class _Batch(NamedTuple):
 
 
 class _UnitBatchNorm(torch.autograd.Function):
-    """Normalises with given statistics that depend on the input of every rank."""
+    """Normalizes with given statistics, which depend on the input of every rank."""
 
     @staticmethod
     def forward(
@@ -270,7 +271,7 @@ class _UnitBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, variance = ctx.saved_tensors
         scale = torch.ones_like(mean) if weight is None else weight
-        # As if the statistics were constants; the rest is what each value changes through them.
+        # This term treats the statistics as constants. The next ones add the gradient through the statistics.
         direct, to_weight, to_bias = torch.ops.aten.native_batch_norm_backward(
             *(gradient.contiguous(), x, scale, mean, variance, None, None, False, ctx.batch.eps, [True] * 3)
         )
@@ -285,11 +286,11 @@ class _UnitBatchNorm(torch.autograd.Function):
         return to_input, to_scale, to_bias if ctx.has_bias else None, None, None, None
 
 
-# Losses over parts of the samples, or of the classes, as emitted programs call them.
+# Losses on shards of the samples, or of the classes, for generated programs.
 
 
 class Losses(Conversions):
-    """Means count what all ranks have; classes are summed over the ranks that have them."""
+    """Losses of shards: means divide by the counts of all ranks, and sums over classes span the ranks."""
 
     def cross_entropy_mean(
         self,
@@ -299,7 +300,7 @@ class Losses(Conversions):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        """This rank's summand of the mean cross entropy over the samples of all ranks."""
+        """Return this rank's summand of the mean cross entropy over the samples of all ranks."""
         losses = _cross_entropy(scores, target, weight, ignore_index, label_smoothing)
         if target.is_floating_point():
             count = torch.full((), losses.numel() * self.size, dtype=_exact(scores), device=scores.device)
@@ -315,14 +316,14 @@ class Losses(Conversions):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        """This rank's summand of the mean cross entropy, from its scores and the targets of all ranks."""
+        """Return this rank's summand of the mean cross entropy, from its scores and all ranks' targets."""
         losses = _cross_entropy(scores, self.part(target, 0), weight, ignore_index, label_smoothing)
         return _summand(losses, sample_weights(target, weight, ignore_index).to(_exact(scores)))
 
     def nll_loss_mean(
         self, scores: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100
     ) -> Tensor:
-        """This rank's summand of the mean negative log likelihood over the samples of all ranks."""
+        """Return this rank's summand of the mean negative log likelihood over the samples of all ranks."""
         losses = F.nll_loss(scores, target, weight, ignore_index=ignore_index, reduction="none")
         return _summand(losses, self._count(target, weight, ignore_index, scores))
 
@@ -334,17 +335,17 @@ class Losses(Conversions):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        """Cross entropy of this rank's classes, which are dim 1, against targets among all of them.
+        """Return the cross entropy of this rank's classes (dim 1) against targets among all classes.
 
         Args:
-            scores: This rank's scores.
-            target: Classes of all ranks.
+            scores: The scores of this rank's classes.
+            target: The classes of all ranks' targets.
             reduction: 0 for the loss of every sample, 1 for their mean, 2 for their sum.
-            ignore_index: Target of samples that do not count.
-            label_smoothing: The share of the weight that goes to all classes alike.
+            ignore_index: The target of samples that do not count.
+            label_smoothing: The share of the weight that is spread over all classes.
 
         Returns:
-            The whole loss, on every rank; its gradient has to be complete.
+            The complete loss, on every rank; its gradient has to be complete.
         """
         counts = target != ignore_index
         by_sample = scores.movedim(1, -1).to(_exact(scores))
@@ -356,7 +357,7 @@ class Losses(Conversions):
         return losses.to(scores.dtype)
 
     def _count(self, target: Tensor, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
-        """By what the sum over all ranks' samples is divided."""
+        """Return the divisor of the sum over all ranks' samples."""
         return self.communicator.all_reduce(sample_weights(target, weight, ignore_index).to(_exact(like)))
 
 
@@ -401,7 +402,7 @@ class _ClassParts(torch.autograd.Function):
 def _cross_entropy(
     scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float
 ) -> Tensor:
-    """The loss of every sample."""
+    """Return the loss of every sample."""
     return F.cross_entropy(
         scores,
         target,
@@ -418,7 +419,7 @@ def _summand(losses: Tensor, count: Tensor) -> Tensor:
 
 
 def sample_weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """How many samples count, or how much."""
+    """Return the weight of every sample; without class weights, 1 for each that counts."""
     counts = target != ignore_index
     if weight is None:
         return counts.sum()
@@ -426,28 +427,28 @@ def sample_weights(target: Tensor, weight: Tensor | None, ignore_index: int) -> 
 
 
 def _exact(like: Tensor) -> torch.dtype:
-    """The dtype to add up in."""
+    """Return the dtype for sums."""
     return torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
 
 
 class Functions(Conversions):
-    """Addends, random numbers and sharded tables."""
+    """Functions for summands, random numbers and sharded tables."""
 
     def once(self, tensor: Tensor) -> Tensor:
-        """An addend to partial sums: itself on the first rank, zeros on the others."""
+        """Return an addend of partial sums: itself on the first rank, zeros on the others."""
         return tensor if self.rank == 0 else tensor * 0
 
     def drawn(self, draw: Callable[[], Tensor]) -> Tensor:
-        """Random numbers that all ranks share; every rank's generator moves on alike."""
+        """Return random numbers that all ranks share; every rank's generator advances equally."""
         return self.communicator.drawn(draw)
 
     def dropout(self, tensor: Tensor, p: float, dim: int | None = None, groups: int = 1) -> Tensor:
-        """Dropout with this rank's part of the mask that one process would have drawn.
+        """Apply dropout with this rank's shard of the mask that one process would draw.
 
         Args:
-            tensor: The value, or this rank's part of it.
-            p: Probability of a zero.
-            dim: Along which dim it is cut; None if it is whole.
+            tensor: The value, or this rank's shard of it.
+            p: The probability of a zero.
+            dim: The sharded dim; None for a replicated value.
             groups: The number of groups.
         """
         if dim is None and not self.communicator.threaded:
@@ -467,18 +468,18 @@ class Functions(Conversions):
         enable_gqa: bool = False,
         dim: int | None = None,
     ) -> Tensor:
-        """Scaled dot product attention with this rank's part of the dropout that one process would draw.
+        """Compute attention with this rank's shard of the dropout mask that one process would draw.
 
         Args:
-            query: Like key and value, the whole or this rank's part.
-            key: See there.
-            value: See there.
-            attn_mask: Added to the scores, or where they count.
-            p: Probability of a dropped weight.
-            is_causal: True if a query sees keys up to its own place only.
-            scale: The factor of the scores; one over the root of the features by default.
-            enable_gqa: True if several query heads share one of key and value.
-            dim: Along which dim of the query the result is cut; None if it is whole.
+            query: The query, complete or this rank's shard.
+            key: The key, likewise.
+            value: The value, likewise.
+            attn_mask: A mask of positions that count, or an addend of the scores.
+            p: The probability that dropout zeroes a weight.
+            is_causal: True if a query sees keys up to its own position only.
+            scale: The factor of the scores; by default one over the root of the number of features.
+            enable_gqa: True if several query heads share one head of key and value.
+            dim: The dim of the query along which the result is sharded; None for a replicated result.
         """
         if dim is None and not self.communicator.threaded:
             return F.scaled_dot_product_attention(
@@ -498,7 +499,7 @@ class Functions(Conversions):
         return (weights * self._mask(weights, p, dim)) @ value
 
     def _mask(self, like: Tensor, p: float, dim: int | None = None, groups: int = 1) -> Tensor:
-        """This rank's part of a dropout mask of zeros and ``1 / (1 - p)``."""
+        """Return this rank's shard of a dropout mask of zeros and ``1 / (1 - p)``."""
         shape = list(like.shape)
         if dim is not None:
             shape[dim] *= self.size
@@ -507,12 +508,12 @@ class Functions(Conversions):
         return mask if dim is None else self.part(mask, dim, groups)
 
     def embedding_rows(self, weight: Tensor, indices: Tensor, padding_idx: int = -1) -> Tensor:
-        """Summands of an embedding whose table is cut by rows: zeros for indices in other ranks' rows.
+        """Return summands of an embedding whose table is sharded by rows: zeros for rows of other ranks.
 
         Args:
             weight: This rank's rows.
-            indices: Rows of the whole table.
-            padding_idx: The row of the whole table that gets no gradient; -1 for none.
+            indices: The row numbers in the complete table.
+            padding_idx: The row of the complete table that gets no gradient; -1 for none.
         """
         rows = weight.shape[0]
         local = indices - self.rank * rows
@@ -524,16 +525,16 @@ class Functions(Conversions):
         return found.masked_fill(~mine.unsqueeze(-1), 0)
 
 
-# Conversions and functions of one rank of a unit.
+# All conversions and functions of one rank of a unit.
 
 
 class Runtime(Functions, Losses, Normalization):
-    """Everything that an emitted program calls besides torch.
+    """All functions that a program calls besides torch's.
 
     Args:
-        communicator: The unit's collectives.
+        communicator: The collectives of the unit.
         device: The device of the tensors that the program makes.
-        loss_scale: Returns the factor of a loss in its backward; None where nobody knows it.
+        loss_scale: A function that returns the factor of a loss in its backward; None if it is unknown.
 
     Example:
         >>> from nnx_core.communicator import GroupCommunicator
@@ -552,7 +553,7 @@ class Runtime(Functions, Losses, Normalization):
         self.loss_scale = loss_scale
 
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call a submodule that every rank runs whole, as its author wrote it; to it parameters are whole."""
+        """Call a replicated submodule in eager mode, with unsharded parameters."""
         from nnx_core.view.guard import guarded_mode
 
         with guarded_mode():
@@ -564,7 +565,7 @@ class Runtime(Functions, Losses, Normalization):
         return result[key] if isinstance(result, Mapping) else getattr(result, key)
 
     def recomputed(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the program without keeping its activations; backward calls it once more."""
+        """Call a function of the program without keeping its activations; backward calls it again."""
         if not torch.is_grad_enabled():
             return function(self, *args)
         from torch.utils.checkpoint import checkpoint
@@ -572,7 +573,7 @@ class Runtime(Functions, Losses, Normalization):
         from nnx_core.view.guard import local_mode
 
         def called(*args: Any) -> Any:
-            with local_mode():  # backward does not run in the program's
+            with local_mode():  # backward runs outside of the program's local mode
                 return function(self, *args)
 
         return checkpoint(called, *args, use_reentrant=False)

@@ -523,7 +523,7 @@ class Part(guards.Part):
     def differentiated(self) -> list[Tensor]:
         if self.in_programs or not self.layout.is_everywhere:
             raise UnsupportedError(
-                "`torch.autograd.grad` asks for gradients of a parameter that programs use in parts.",
+                "`torch.autograd.grad` asks for gradients of a parameter that programs use as shards.",
                 remedy="Call `backward` and read `.grad`, or use strategy 'nnscaler_dp'.",
             )
         return [self.whole()]

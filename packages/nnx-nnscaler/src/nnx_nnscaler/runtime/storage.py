@@ -1,7 +1,7 @@
-"""All parameters of one module as this rank stores them: laid out, used, reduced, described, given back.
+"""Store all parameters of one module on this rank: shard, use, reduce, describe and restore them.
 
-What the engine talks to. An `Arrival` brings the module to its device; `Parameters` ties together `part`
-(which part, and what user code sees), `reducer` (gradients) and `zero` (rows), and owns none of their work.
+The engine calls this module. An `Arrival` brings the module to its device. `Parameters` connects `part` (the
+shard and user code's view of it), `reducer` (gradients) and `zero` (rows); it does none of their work.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ __all__ = [
 ]
 
 
-# A module goes to its device one submodule after the other, with the same values on every rank. Where each
-# parameter is stored in part as soon as it has arrived, the whole module is never on the device.
+# A module moves to its device submodule by submodule, with rank zero's values on every rank. Each parameter
+# is sharded as soon as it has arrived, so that the device never holds the complete module.
 
 
 class Arrival:
-    """Brings a module to a device, with rank 0's values. All of it is collective.
+    """Brings a module to a device, with rank zero's values. All of it is collective.
 
     Args:
-        module: The module; what is on the meta device gets its values from ``reset_parameters``.
+        module: The module. Tensors on the meta device get their values from ``reset_parameters``.
         device: The device.
 
     Raises:
@@ -74,19 +74,19 @@ class Arrival:
 
     @property
     def is_there(self) -> bool:
-        """True if the whole module is on the device, so that only its values may have to be exchanged."""
+        """True if the complete module is on the device, so that at most its values are exchanged."""
         tensors = (*self._module.parameters(), *self._module.buffers())
         return all(tensor.device == self._device for tensor in tensors)
 
     def parameter(self, name: str) -> nn.Parameter:
-        """The parameter of that name, on the device; those have to be asked for in the module's order."""
+        """Return the parameter of that name, on the device; call it in the module's order."""
         owner = name.rpartition(".")[0]
         while owner not in self._reached:
             self._bring_next()
         return self._module.get_parameter(name)
 
     def finish(self) -> bool:
-        """Bring what is left; returns whether there was anything."""
+        """Bring the remaining submodules; return True if any remained."""
         was_left = bool(self._left)
         while self._left:
             self._bring_next()
@@ -109,7 +109,7 @@ class Arrival:
                 broadcast_tensor(tensor)
 
     def _materialize(self, submodule: nn.Module, name: str) -> None:
-        """Give a submodule's own meta tensors values; tied parameters stay so, with the first's values."""
+        """Materialize a submodule's own meta tensors; tied parameters stay tied, with the first's values."""
         before = {key: p for key, p in submodule._parameters.items() if p is not None and p.is_meta}
         materialize(cast(nn.Module, _Alone(submodule)), self._device, name=name)
         for key, parameter in before.items():
@@ -127,16 +127,15 @@ class _Alone:
         yield "", self._submodule
 
 
-# What the gradients of guarded parameters are parts of, by how the parameter is stored.
-#
-# It owns no gradient: those stay where autograd and the reducer put them. Who looks at one outside of local
-# mode is shown the whole by `parameter`, which asks here.
+# The sharding of a guarded parameter's gradients follows from that of the parameter. These classes store no
+# gradient: autograd and the reducer do. Outside of local mode, the guard of the parameter asks them how to
+# gather a gradient for user code.
 
 
-class OfParts:
-    """Of a parameter that the ranks of a unit store in parts: so are its gradients."""
+class ShardGradients:
+    """The gradients of a sharded parameter, which are sharded like it."""
 
-    def are_whole(self) -> bool:  # as the protocol says, here and below
+    def are_whole(self) -> bool:  # the protocol has the docstrings, here and below
         return False
 
     def source_of(self, gradient: Tensor) -> UnitPart:
@@ -146,10 +145,10 @@ class OfParts:
         pass
 
 
-class OfSynchronized:
-    """Of a parameter that is whole on every rank, and whose gradients the reducer sums over the unit.
+class SynchronizedGradients:
+    """The gradients of a replicated parameter that the reducer sums over the unit.
 
-    Until it has, as while gradients are accumulated, each rank has a summand.
+    Before the sum, such as while gradients accumulate, each rank has a summand.
     """
 
     def __init__(self, parameter: nn.Parameter, reducer: Reducer, unit: Conversions) -> None:
@@ -171,7 +170,7 @@ class OfSynchronized:
 
 
 class _Summand(Summand):
-    """A summand until it becomes the sum, in place."""
+    """A summand, which the reducer turns into the sum in place."""
 
     def __init__(self, tensor: Tensor, unit: Conversions, *, is_sum: Callable[[], bool]) -> None:
         super().__init__(tensor, unit)
@@ -191,8 +190,8 @@ class _Summand(Summand):
             super().write(value)
 
 
-class OfRows:
-    """Of a parameter of which this rank stores rows: its gradients are rows, too."""
+class RowGradients:
+    """The gradients of a parameter in rows, which are rows too."""
 
     def __init__(self, rows: RowPart) -> None:
         self._rows = rows
@@ -207,12 +206,12 @@ class OfRows:
         pass
 
 
-class OfStage:
-    """Of a parameter that one stage of a pipeline stores: so are its gradients.
+class StageGradients:
+    """The gradients of a parameter that one pipeline stage stores, which the same stage stores.
 
     Args:
         source: The source of the parameter.
-        inside: The gradients as they are within the stage.
+        inside: The gradients within the stage.
     """
 
     def __init__(self, source: StagePart, inside: GradientParts) -> None:
@@ -230,7 +229,7 @@ class OfStage:
 
 
 class _Rows:
-    """A tensor whose rows lie as those of a parameter."""
+    """A tensor that is stored in the same rows as a parameter."""
 
     is_gathered = True
 
@@ -256,24 +255,24 @@ T = TypeVar("T")
 
 
 class Parameters:
-    """The parameters of one module on this rank. Making it lays them out in place; objects stay. Collective.
+    """The parameters of one module on this rank. Construction shards them in place; objects stay. Collective.
 
     Args:
-        module: Its parameters are whole, and equal on all ranks unless they are still to arrive.
+        module: A module with unsharded parameters, equal on all ranks unless an `arrival` still brings them.
         axes: This rank's groups.
-        stored: Placement within the unit by the name of the parameter; ``R`` for those that are not named.
-            Tied parameters are known by any of their names.
-        synchronized: Names of parameters whose gradients in programs are partial on every rank of the unit.
-        unit: Collectives of the unit, if not those of `axes`.
-        bucket_bytes: The number of bytes travel together.
-        order: Notices a parameter or gradient that only some of the ranks that store parts of it read.
-        arrival: Brings the parameters to the device, each when the one before it has been cut.
-        homes: The place along the pipe of the ranks that store each parameter, by any of its names; the
-            first for those that are not named. None without a pipeline.
+        stored: The placement within the unit by the name of the parameter; ``R`` for all others. A tied
+            parameter goes by any of its names.
+        synchronized: The names of parameters whose gradients are partial on every rank of the unit.
+        unit: The collectives of the unit, if not those of `axes`.
+        bucket_bytes: The number of bytes that travel together.
+        order: The check for a gather that only some of the ranks start.
+        arrival: The source of the parameters; it brings each one after the one before it was sharded.
+        homes: The rank along the pipe that stores each parameter, by any of its names; the first one for all
+            others. None without a pipeline.
 
     Attributes:
-        reducer: Makes the ranks' gradients one.
-        is_watched: True if what user code writes into parameters is about to be compared over the ranks.
+        reducer: The reducer of the gradients.
+        is_watched: True if the ranks compare user code's writes.
 
     Example:
         >>> axes = Axes(None, None, None, None, None, 0, 1, 0, 1, 0, 1)
@@ -310,6 +309,8 @@ class Parameters:
         self._rows = self._store(module, stored or {}, synchronized, arrival, bucket_bytes)
         parts = [part for bucket in self._rows for part in bucket.parts]
         in_rows = [part.parameter for part in sorted(parts, key=lambda part: part.index)]
+        # The order in the model, not the storage, numbers the parameters: stages store different ones, and
+        # the reducer compares numbers over all ranks.
         place = {parameter: number for number, parameter in enumerate(self.named.values())}
         others = [parameter for parameter in self.named.values() if parameter not in set(in_rows)]
         self.reducer = Reducer(
@@ -333,7 +334,7 @@ class Parameters:
         shape, axes = tuple(parameter.shape), self.axes
         if (placement.is_shard or self._homes is not None) and not can_be_guarded(parameter):
             raise UnsupportedError(
-                f"parameter {name!r} is a {type(parameter).__name__}, which cannot be stored in parts.",
+                f"parameter {name!r} is a {type(parameter).__name__}, which cannot be sharded.",
                 remedy="Plan it as 'R', without a pipeline.",
             )
         layout = ParameterLayout(
@@ -358,7 +359,7 @@ class Parameters:
         arrival: Arrival | None,
         bucket_bytes: int,
     ) -> list[RowBucket]:
-        """Replace data by local parts, one parameter after the other, and guard what is not whole."""
+        """Shard the data, one parameter after the other, and guard the sharded parameters."""
         placements = _by_parameter(module, stored)
         summed = set(_by_parameter(module, dict.fromkeys(synchronized, True)))
         named = list(module.named_parameters())
@@ -367,6 +368,7 @@ class Parameters:
         for (name, found), layout in zip(named, layouts, strict=True):
             parameter = found if arrival is None else arrival.parameter(name)
             self.named[name] = parameter
+            # `arrival` may replace a meta parameter, so later lookups use the new object.
             if self._homes is not None and found in self._homes:
                 self._homes[parameter] = self._homes[found]
             self._layouts[parameter] = layout
@@ -375,6 +377,7 @@ class Parameters:
                 self._synchronized.add(parameter)
             if not self.is_whole(parameter):
                 parameter.grad = None
+                # A copy, because a view would keep the memory of the complete parameter alive.
                 parameter.data = layout.local_part(parameter.data).clone(
                     memory_format=torch.contiguous_format
                 )
@@ -389,7 +392,7 @@ class Parameters:
             first=first,
             limit=bucket_bytes,
             synchronized=self._synchronized,
-            order=self._order if self._homes is None else None,  # stages gather rows of their own
+            order=self._order if self._homes is None else None,  # stages gather rows independently
         )
         for bucket in buckets:
             for part in bucket.parts:
@@ -411,13 +414,13 @@ class Parameters:
         guard(parameter, part)
 
     def take_written(self, module: nn.Module) -> dict[str, int]:
-        """Return the sums for `Backend.written`: of this rank's stage, and of others that it wrote into."""
+        """Return the checksums for `Backend.written`: of this rank's stage, and of others it wrote to."""
         self.flush()
         here = {name for name, p in self.named.items() if p in self._parts and self._layouts[p].is_here}
         return {name: sum_ for name, sum_ in self._writes.take(module).items() if sum_ or name in here}
 
     def _from_its_stage(self, parameter: nn.Parameter, source: UnitPart) -> UnitPart:
-        """The source of a part, which with a pipeline only one stage has."""
+        """Return the source of a shard; with a pipeline only one stage stores it."""
         if self._homes is None or self.axes.pipe is None:
             return source
         home = self._homes.get(parameter, 0)
@@ -425,21 +428,21 @@ class Parameters:
 
     def _gradients_of(self, part: Part) -> GradientParts:
         inside = part.source.inside if isinstance(part.source, StagePart) else part.source
-        found: GradientParts = OfParts()
+        found: GradientParts = ShardGradients()
         if isinstance(inside, RowPart):
-            found = OfRows(inside)
+            found = RowGradients(inside)
         elif part.synchronized:
-            found = OfSynchronized(cast(nn.Parameter, part.tensor), self.reducer, self._unit)
-        return OfStage(part.source, found) if isinstance(part.source, StagePart) else found
+            found = SynchronizedGradients(cast(nn.Parameter, part.tensor), self.reducer, self._unit)
+        return StageGradients(part.source, found) if isinstance(part.source, StagePart) else found
 
     @torch.no_grad()
     def give_back(self, at_end: Callable[..., Tensor] = lambda gather, **_: gather()) -> None:
-        """Give every parameter its own class back, without gradient, and its whole data. Collective.
+        """Restore every parameter's class and unsharded data, without gradient. Collective.
 
-        The data of those in parts are in host memory then, since the device may not have enough for all.
+        Sharded parameters end up in host memory, because the device may be too small for all of them.
 
         Args:
-            at_end: `Backend.at_end`: what this rank keeps of a parameter; by default everything.
+            at_end: `Backend.at_end`, which decides what this rank keeps; by default everything.
         """
         self.reducer.detach()
         self.end_step()
@@ -448,6 +451,7 @@ class Parameters:
             if part is None:
                 continue
             description = self._strides[parameter]
+            # `part.value` gathers one parameter at a time: the device holds at most one complete parameter.
             gather = partial(_on_host, description, part.value)
             kept = at_end(gather, shape=description.shape, dtype=description.dtype)
             unguard(parameter)
@@ -461,14 +465,14 @@ class Parameters:
 
     @contextmanager
     def local_mode(self) -> Iterator[None]:
-        """Within it every parameter is its local part: for programs and the engine's own code."""
+        """Context manager in which every parameter is its local shard, for programs and engine code."""
         self.flush()
         with local_mode():
             yield
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around an optimizer's step: parameters are plain local ones, whoever looks at their class."""
+        """Context manager of an optimizer's step: parameters are plain local tensors, by their class too."""
         self.end_step()
         self._show_plain()
         with clean_up("ending the optimizer's step", self._show_whole, self.end_step):
@@ -484,17 +488,18 @@ class Parameters:
 
     @contextmanager
     def user_code(self) -> Iterator[None]:
-        """Show unsharded parameters again, within `stepping`: for a closure."""
+        """Show unsharded parameters again inside of `stepping`, for a closure."""
         self._show_whole()
         with clean_up("writing weights back", self.flush, self._show_plain), guarded_mode():
             yield
 
     def unit_local(self, parameter: Tensor) -> Tensor:
-        """This rank's part within the unit as a plain tensor, for programs; gradients reach the parameter.
+        """Return this rank's shard within the unit as a plain tensor, for programs.
 
-        It stays plain outside of local mode, so that what is recomputed in backward finds it so.
+        Gradients reach the parameter. The tensor stays plain outside of local mode, because backward
+        recomputes activations there.
         """
-        part: Part | None = getattr(parameter, "_part", None)  # quicker than a look into a dict of tensors
+        part: Part | None = getattr(parameter, "_part", None)  # faster than a lookup in a dict of tensors
         if part is None:
             return parameter
         if part.is_kept:
@@ -502,15 +507,16 @@ class Parameters:
         with local_mode():
             part.in_programs = True
             source = part.source.differentiable()
+            # Outside of local mode the parameter itself is guarded; a view from here stays plain.
             return source.view_as(source) if source is parameter else source
 
     def flush(self) -> None:
-        """Write back what was changed in place on gathered values."""
+        """Copy in-place changes of gathered values back."""
         for part in tuple(self._in_use):
             part.flush()
 
     def end_step(self) -> None:
-        """Free what was gathered. After every step, in training or not."""
+        """Free gathered tensors; runs after every step, in training or not."""
         with local_mode():
             for part in tuple(self._in_use):
                 part.release()
@@ -518,11 +524,11 @@ class Parameters:
                 bucket.release()
 
     def layout(self, parameter: nn.Parameter) -> ParameterLayout:
-        """How this rank stores a parameter."""
+        """Return the layout of a parameter on this rank."""
         return self._layouts[parameter]
 
     def state_part(self, value: Tensor, parameter: nn.Parameter, name: str) -> Part | None:
-        """What is known of a tensor in an optimizer's state; None if this rank stores all of it."""
+        """Return the guard of a tensor in an optimizer's state; None if this rank stores all of it."""
         part = self._parts.get(parameter)
         return None if part is None else part.state(value, name)
 
@@ -536,13 +542,13 @@ class Parameters:
         return layout.is_everywhere and layout.rows is None and not layout.placement.is_shard
 
     def local(self, parameter: nn.Parameter) -> Tensor:
-        """The elements of a parameter that this rank stores, as a plain tensor."""
+        """Return the local shard of a parameter, as a plain tensor."""
         self.flush()
         with local_mode():
             return parameter.detach()
 
     def shard(self, tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
-        """Where a tensor lies in its logical tensor: a parameter, or state that belongs to `parameter`."""
+        """Return the shard of a tensor: a parameter, or optimizer state of `parameter`."""
         if parameter is None:
             parameter = cast(nn.Parameter, tensor)
             tensor = self.local(parameter) if parameter in self._layouts else tensor
@@ -552,19 +558,19 @@ class Parameters:
         return layout.shard_of_local(tensor)
 
     def replicas(self, parameter: nn.Parameter) -> int:
-        """How many ranks store the same elements of a parameter."""
+        """Return the number of ranks that store the same elements of a parameter."""
         layout, axes = self._layouts[parameter], self.axes
         cut = (axes.unit_size if layout.placement.is_shard else 1) * (axes.part_size if layout.rows else 1)
         return axes.unit_size * axes.outer_size // cut
 
 
 def _by_parameter(module: nn.Module, values: Mapping[str, T]) -> dict[nn.Parameter, T]:
-    """What is said of parameters by any of their names."""
+    """Return the values by parameter, from values by any of its names."""
     named = module.named_parameters(remove_duplicate=False)
     return {parameter: values[name] for name, parameter in named if name in values}
 
 
 def _on_host(description: Tensor, gather: Callable[[], Tensor]) -> Tensor:
-    """A gathered tensor in host memory, with the strides that the user's tensor had."""
+    """Return a gathered tensor in host memory, with the strides of the user's tensor."""
     whole = gather()
     return torch.empty_like(description, dtype=whole.dtype, device="cpu").copy_(whole)

@@ -1,8 +1,8 @@
 """ZeRO: ranks along the outer axis store rows of parameters, gradients and optimizer state.
 
-Rows of several parameters lie in one flat buffer. When one of them is needed the whole bucket is gathered in
-one collective, and the next bucket's starts. Their gradients go back in one reduce-scatter for each bucket,
-while backward runs, and end up in ``param.grad`` as rows.
+One flat buffer holds the rows of several parameters. A read of one of them gathers the complete bucket in one
+collective, and starts to gather the next bucket. One reduce-scatter for each bucket reduces the gradients
+while backward runs. ``param.grad`` then holds this rank's rows.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 
 class RowPart:
-    """One parameter of which this rank stores rows: its place in the bucket, and its part within the unit.
+    """One parameter that is stored in rows: its place in the bucket, and its shard within the unit.
 
     Args:
-        index: Its number in the reducer.
-        parameter: Its data are this rank's rows; the bucket takes them over.
-        layout: Says which rows these are.
+        index: The number of the parameter in the reducer.
+        parameter: The parameter with this rank's rows as data. The bucket moves them to its buffer.
+        layout: The layout of the parameter, with its rows.
         name: The name used in errors.
-        start: Its place in the flat buffer of every rank.
-        room: Elements it takes there: as many as the rank with the most rows stores.
+        start: The index of its first element in the flat buffer of every rank.
+        room: The number of its elements in the buffer: those of the rank with the most rows.
     """
 
     is_gathered = False
@@ -65,24 +65,24 @@ class RowPart:
         self._made_of = (0, 0)
 
     def value(self) -> Tensor:
-        """All rows, without gradient."""
+        """Return all rows, without gradient."""
         if self._value is None or self._made_of != self._local_state():
             self.bucket.gather(self)
         return cast(Tensor, self._value)
 
     def differentiable(self) -> Tensor:
-        """All rows; their gradient goes to the bucket."""
+        """Return all rows; their gradient goes to the bucket."""
         value = self.value()
         if not (torch.is_grad_enabled() and self.parameter.requires_grad):
             return value
         if self._node is None:
-            # Not the parameter: its hooks are called where its gradient is.
+            # An anchor stands in for the parameter, whose hooks must run only when its gradient is reduced.
             anchor = value.new_empty(0).requires_grad_()
             self._node = _Rows.apply(anchor, value, self)  # type: ignore[no-untyped-call]
         return self._node
 
     def write(self, value: Tensor) -> None:
-        """Take over other values for all rows."""
+        """Replace the values of all rows."""
         with torch.no_grad():
             self.parameter.copy_(self.layout.stored_rows(value))
             if self._value is not None and self._value.data_ptr() != value.data_ptr():
@@ -90,25 +90,25 @@ class RowPart:
         self._made_of = self._local_state()
 
     def replace(self, value: Tensor) -> None:
-        """Refuse another dtype or device: the bucket has one."""
+        """Refuse another dtype or device, because a bucket has one."""
         raise UnsupportedError(
             f"parameters that are stored in rows cannot become {value.dtype} on {value.device}.",
             remedy="Convert or move the module before it is set up, or choose `precision`.",
         )
 
     def fill(self, gathered: Tensor) -> None:
-        """Take the rows of all ranks out of the gathered buffers."""
+        """Copy the rows of all ranks out of the gathered buffers."""
         own = gathered[:, self.start : self.start + self.room].reshape(-1)
         shape = self.layout.unit_shape
         self._value = own[: math.prod(shape)].view(shape)
         self._made_of = self._local_state()
 
     def forget(self) -> None:
-        """Free all rows but this rank's."""
+        """Free all rows of other ranks."""
         self._value = self._node = None
 
     def gathered(self, rows: Tensor) -> Tensor:
-        """All rows of a tensor that is stored as the parameter is. Collective."""
+        """Return all rows of a tensor with the parameter's layout. Collective."""
         shape, parts = self.layout.unit_shape, self.bucket.axes
         sent = rows.new_zeros(self.room)
         sent[: rows.numel()] = rows.reshape(-1)
@@ -117,7 +117,7 @@ class RowPart:
         return received[: math.prod(shape)].view(shape)
 
     def collect(self, gradient: Tensor) -> None:
-        """Take the gradient of all rows, as the parameter's hooks leave it."""
+        """Accept the gradient of all rows, as the parameter's hooks return it."""
         with local_mode(), torch.no_grad():
             for hook in tuple((self.parameter._backward_hooks or {}).values()):
                 answer = hook(gradient)
@@ -131,7 +131,7 @@ class RowPart:
 
 
 class _Rows(torch.autograd.Function):
-    """All rows; their gradient does not flow on but to the bucket."""
+    """All rows, as an autograd function whose gradient ends in the bucket."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, part: RowPart) -> Tensor:
@@ -145,13 +145,13 @@ class _Rows(torch.autograd.Function):
 
 
 class RowBucket(Bucket):
-    """Parameters whose rows are gathered together, and whose gradients are reduced together.
+    """Parameters whose rows are gathered together and whose gradients are reduced together.
 
     Args:
-        parts: Its parameters; their rows move into the bucket's buffer.
+        parts: The parameters; their rows move into the bucket's buffer.
         axes: This rank's groups.
-        synchronized: True if gradients are to be summed over the unit, too.
-        order: Notices a gather that only some ranks come to.
+        synchronized: True to sum gradients over the unit too.
+        order: The check for gathers that only some ranks start.
     """
 
     always = True
@@ -184,21 +184,21 @@ class RowBucket(Bucket):
             part.parameter.data = own
 
     def _place(self, part: RowPart) -> Tensor:
-        """The position of a parameter's rows in the buffer."""
+        """Return the place of a parameter's rows in the buffer."""
         shape = part.layout.local_shape
         return self._rows[part.start : part.start + math.prod(shape)].view(shape)
 
     def gather(self, reader: RowPart) -> None:
-        """Give every part all its rows. Collective.
+        """Gather all rows of every parameter. Collective.
 
         Args:
-            reader: The owner of the requested rows. Ranks may request rows of different owners at once.
+            reader: The parameter to read. Ranks may read different ones of a bucket at the same time.
         """
         if self._order is not None:
             self._order.arrive(self._gather_name, cause=f", to read {reader.name}")
         with torch.inference_mode(False), torch.no_grad():
             if any(part._value is not None for part in self.parts):
-                self.release()  # the rows have changed since
+                self.release()  # the rows have changed since the last gather
             self.prefetch()
             if self._gathering is not None:
                 wait_for_collective(self._gathering, self._gather_name)
@@ -210,13 +210,13 @@ class RowBucket(Bucket):
                 self.next.prefetch()
 
     def prefetch(self) -> None:
-        """Start gathering, unless it has been."""
+        """Start to gather, unless a gather has started."""
         if self._gathered is not None:
             return
         for part in self.parts:
             place = self._place(part)
             if place.data_ptr() != part.parameter.data_ptr():
-                place.copy_(part.parameter)  # somebody gave the parameter other data
+                place.copy_(part.parameter)  # user code has set other data
         size = self.axes.part_size
         self._gathered = self._rows.new_empty((size, self._rows.numel()))
         self._gathering = all_gather_into(
@@ -224,20 +224,20 @@ class RowBucket(Bucket):
         )
 
     def release(self) -> None:
-        """Free all rows but this rank's."""
-        gathering, self._gathering = self._gathering, None  # one that failed is not waited for again
+        """Free all rows of other ranks."""
+        gathering, self._gathering = self._gathering, None  # never wait twice for a failed gather
         if gathering is not None:
             wait_for_collective(gathering, self._gather_name)
         self._gathered = None
         for part in self.parts:
             part.forget()
 
-    def start(self) -> None:  # noqa: D102 # as the base class says
+    def start(self) -> None:  # noqa: D102 # the base class has the docstring
         self._sent = self._rows.new_empty((self.axes.part_size, self._rows.numel()))
         self._came = set()
 
     def put(self, index: int, gradient: Tensor) -> None:
-        """Take the gradient of all rows of a member; a further one in the same pass is added."""
+        """Add the gradient of all rows of a member."""
         slot = self._slot(index)
         flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
         if flat.numel() < slot.numel():
@@ -305,16 +305,16 @@ def make_row_buckets(
     synchronized: set[nn.Parameter],
     order: CollectiveOrder | None,
 ) -> list[RowBucket]:
-    """Put rows of parameters into buckets.
+    """Put the rows of parameters into buckets.
 
     Args:
         parameters: The parameters in the model's order, with names and layouts; their data are this rank's
             rows.
         axes: This rank's groups.
-        first: Number of the first one in the reducer.
-        limit: Bytes of a bucket, all rows counted.
-        synchronized: The parameters whose gradients are to be summed over the unit.
-        order: Notices a gather that only some ranks come to.
+        first: The number of the first parameter in the reducer.
+        limit: The bytes of a bucket, counting all rows.
+        synchronized: The parameters whose gradients are summed over the unit too.
+        order: The check for gathers that only some ranks start.
     """
     buckets: list[RowBucket] = []
     for is_synchronized in (False, True):
@@ -341,6 +341,6 @@ def make_row_buckets(
 
 
 def _room(layout: ParameterLayout, size: int) -> int:
-    """Elements that the rank with the most rows stores."""
+    """Return the number of elements on the rank with the most rows."""
     rows, *rest = layout.unit_shape
     return math.ceil(rows / size) * math.prod(rest)

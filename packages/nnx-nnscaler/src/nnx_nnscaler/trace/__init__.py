@@ -1,4 +1,4 @@
-"""From the user's module and a sample to a graph."""
+"""Trace the user's module on a sample, to a graph."""
 
 from nnx_nnscaler.trace.fingerprint import fingerprint
 from nnx_nnscaler.trace.forward import trace_forward

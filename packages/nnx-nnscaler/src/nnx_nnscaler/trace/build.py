@@ -1,7 +1,7 @@
-"""From an exported program to a `Graph`: operators on tensors only, under the user's names.
+"""Translate an exported program to a `Graph`: operators on tensors only, with the user's names.
 
-Owns the meaning of each step. Sizes are folded into arguments, writes become values (`views`), regions
-without autograd get detached operands, tied parameters one name, and what nothing needs is left out.
+This module defines the meaning of each step. It folds sizes into arguments, and turns writes into values
+(`views`). It detaches operands where autograd is off, gives tied parameters one name, and drops unused steps.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ _UNWRITTEN = {
     InputKind.USER_INPUT: "an input",
     InputKind.CONSTANT_TENSOR: "a tensor that is no buffer",
 }
-"""What a program does not write into."""
+"""The tensors that a program does not write to."""
 
 
 class UntraceableError(Exception):
-    """Operators that a graph cannot have.
+    """The trace has operators that a graph cannot have.
 
     Attributes:
-        blames: The place of each in the user's code.
+        blames: The place of each operator in the user's code.
     """
 
     def __init__(self, blames: Sequence[Blame]) -> None:
@@ -77,10 +77,11 @@ class UntraceableError(Exception):
 
 
 def build_graph(module: nn.Module, exported: Exported) -> Graph:
-    """The graph of an exported forward.
+    """Return the graph of an exported forward.
 
     Raises:
-        UntraceableError: It has operators that a graph cannot have; their submodules have to stay whole.
+        UntraceableError: It has operators that a graph cannot have; their submodules have to run in eager
+            mode.
     """
     return Builder(module, exported).build()
 
@@ -113,7 +114,7 @@ class Builder:
         self.device = next((t.device for t in (*module.parameters(), *leaves)), torch.device("cpu"))
 
     def build(self) -> Graph:
-        """Translate everything."""
+        """Translate all steps."""
         graph = self.graph
         graph.guards = self.sizes.guards
         graph.symbols = {BATCH: self.sizes.origin} if self.sizes.origin else {}
@@ -127,7 +128,7 @@ class Builder:
         tensors = [self.argument(node) for node in self.returned]
         graph.outputs = map_slots(self.exported.structure, lambda part: self.output(part, tensors))
         graph.notes += tuple(
-            f"the forward returns a {name}, which training does not read: left out (pass use_cache=False)"
+            f"the forward returns a {name}, which training does not read: omitted (pass use_cache=False)"
             for name in dict.fromkeys(self.exported.dropped)
         )
         prune(graph, self.lasting)
@@ -173,9 +174,7 @@ class Builder:
         elif tensor is not None:
             self.graph.constants[value.name] = self.exported.program.constants[target].detach().clone()
             if "lifted_tensor" not in target:
-                self.graph.notes += (
-                    f"{fqn} is a tensor but no buffer: programs keep the value that it has now",
-                )
+                self.graph.notes += (f"{fqn} is a tensor but no buffer: programs keep its present value",)
         return value
 
     def _declare(self, value: Ref, node: fx.Node, *, differentiable: bool) -> None:
@@ -186,7 +185,7 @@ class Builder:
             self.differentiable |= {value.name} if follows else set()
 
     def _refuse_unbound(self) -> None:
-        """Refuse sizes that depend on data, naming every submodule that has some."""
+        """Refuse sizes that depend on data, with the name of every submodule that has one."""
         unbound: set[fx.Node] = set()
         blames: list[Blame] = []
         for step in self.steps:
@@ -332,7 +331,7 @@ class Builder:
         return self._add(step, target, tuple(args), {}, like)
 
     def _operand(self, node: fx.Node, step: Step) -> Argument:
-        """A value as an operand of a step: what autograd must not follow is detached."""
+        """Return a value as an operand of a step, detached if autograd must not follow it."""
         value = self.views.value(node, self)
         if not step.frozen or not isinstance(value, Ref) or value.name not in self.differentiable:
             return value
@@ -351,7 +350,7 @@ class Builder:
         return self._code(arguments)
 
     def argument(self, value: Any) -> Argument:
-        """An argument of the trace as one of the graph."""
+        """Convert an argument of the trace to one of the graph."""
         if isinstance(value, fx.Node):
             return self.views.value(value, self)
         if isinstance(value, (list, tuple)):
@@ -359,7 +358,7 @@ class Builder:
         return self._code(self.sizes.value(value))
 
     def shape(self, tensor: Tensor) -> list[Argument]:
-        """A shape as an argument."""
+        """Return a shape as an argument."""
         return [self.sizes.value(dim) for dim in tensor.shape]
 
     def _code(self, value: Any) -> Argument:
@@ -390,7 +389,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 def add_module_call(builder: Builder, step: Step) -> None:
-    """Add the call of a submodule that a step stands for."""
+    """Add the submodule call behind a step."""
     tensors, _, key = step.args
     call = builder.exported.calls[key]
     operands = [builder.argument(node) for node in tensors]
@@ -411,7 +410,7 @@ def add_module_call(builder: Builder, step: Step) -> None:
 
 
 def _meta_of(builder: Builder, structure: Any, values: list[Tensor], step: Step) -> Any:
-    """Meta of a tensor, a tuple of those of a container's parts, or None."""
+    """Return the meta of a tensor, a tuple of metas of a container's items, or None."""
     if isinstance(structure, Slot):
         tensor = values[structure.index]
         return builder.sizes.meta(tensor, differentiable=is_float(tensor) and not step.frozen)
@@ -437,17 +436,16 @@ def _take(
 
 
 def _parts(structure: Any) -> list[tuple[Any, Any]]:
-    """Keys and parts of a container."""
+    """Return the keys and items of a container."""
     if isinstance(structure, (list, tuple)):
         return list(enumerate(structure))
     fields = structure.fields if isinstance(structure, Make) else structure
     return list(fields.items()) if isinstance(fields, dict) else []
 
 
-# Symbolic sizes of a trace as expressions in ``B``, the size of the batch.
-#
-# Owns the naming of symbols, the printing of expressions and what must hold of them. torch gives every input
-# its own symbol; here all that are the batch are one.
+# The symbolic sizes of a trace become expressions in ``B``, the size of the batch. torch gives every input
+# its own symbol; here all batch dims share one. This section names symbols, prints expressions and collects
+# conditions.
 
 
 BATCH = "B"
@@ -455,17 +453,17 @@ _INPUT_SIZE = re.compile(r"L\['leaves'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
 _EXPRESSION = re.compile(r"[\w\s+\-*/%().,<>=!]*")
 
 
-# What is the same for all of these is taken to be the same for any batch: torch's expressions are made of
+# An expression with equal values for all of these counts as equal for any batch: torch's expressions combine
 # sums, products, quotients, remainders and comparisons with small numbers.
 _SAMPLES = (*range(2, 67), 1_000, 1_023, 1_024, 1_000_003, 2**40 + 15)
 
 
 class UnboundSizeError(Exception):
-    """A size that depends on the values of tensors."""
+    """A size depends on the values of tensors."""
 
 
 def evaluate(expr: str, batch: int) -> Any:
-    """Value of an expression that a trace made, for a batch size.
+    """Return the value of an expression of a trace, for a batch size.
 
     Example:
         >>> evaluate("16*B", 3)
@@ -478,11 +476,11 @@ def evaluate(expr: str, batch: int) -> Any:
 
 
 class Sizes:
-    """Sizes of one exported program.
+    """The sizes of one exported program.
 
     Args:
         program: The program.
-        inputs: Its sample.
+        inputs: The program's sample.
         leaves: The exporter's leaves for the tensors among the inputs.
     """
 
@@ -501,10 +499,10 @@ class Sizes:
         self.guards = self._guards(program) if self.origin else ()
 
     def value(self, value: Any) -> Any:
-        """A size or another number of the trace: an int, float or bool, or a Size.
+        """Convert a size or another number of the trace to an int, float, bool or Size.
 
         Raises:
-            UnboundSizeError: It depends on the values of tensors.
+            UnboundSizeError: The number depends on the values of tensors.
         """
         if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return value
@@ -535,7 +533,7 @@ class Sizes:
 
     def _guard(self, code: str) -> str:
         if not all(self._free[int(leaf)] for leaf, _ in _INPUT_SIZE.findall(code)):
-            return ""  # the meta of that input has the number
+            return ""  # that input's meta already has the number
         text = _INPUT_SIZE.sub(BATCH, code)
         if "L[" in text:
             raise UnboundSizeError(code)
@@ -543,7 +541,7 @@ class Sizes:
 
 
 def _plainest(text: str) -> str:
-    """An expression as ``a*B + b`` where it is that: ``(8*B) // B`` is ``8``."""
+    """Return an expression as ``a*B + b`` if it is one: ``(8*B) // B`` is ``8``."""
     if BATCH not in text:
         return text
     values = [evaluate(text, batch) for batch in _SAMPLES]

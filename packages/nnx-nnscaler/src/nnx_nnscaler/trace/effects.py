@@ -1,7 +1,7 @@
-"""Effects of a traced forward that a program would lose: printing, files, clocks, loggers, iterators.
+"""Find effects of a forward that a program would lose: printing, files, clocks, loggers, iterators.
 
-A trace runs such code once, without a sign in the graph. It is found by looking through the code that a
-forward reaches.
+A trace runs such code once, and the graph does not show it. So this module searches the code that a forward
+reaches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OF_TENSORS = frozenset(
         *("ml_collections", "pydantic", "attr"),
     ]
 )
-"""Packages whose functions compute, and whose objects hold values."""
+"""Packages whose functions only compute, and whose objects only hold values."""
 
 
 _OF_PYTHON = frozenset(
@@ -45,35 +45,35 @@ _OF_PYTHON = frozenset(
 
 
 _EFFECTS = frozenset(["open", "input", "next", "id", "exec", "eval", "breakpoint"])
-"""Of what is built in, that which does more than compute; a `print` is noticed when it is called."""
+"""Builtins that do more than compute; a trace notices `print` when it is called."""
 
 
 def refuse_generators(root: nn.Module) -> None:
-    """Refuse a forward that may advance an iterator or a generator that a trace cannot restore.
+    """Refuse a forward that may advance an iterator or a generator, because a trace cannot rewind these.
 
     Args:
         root: The module.
 
     Raises:
-        Refusal: It may.
+        Refusal: The forward may do so.
     """
     for space, name in read_by_forward(root):
         value = space.get(name)
         if isinstance(value, torch.Generator):
             raise _refusal(name, "a generator of random numbers, which a graph cannot hold")
         if only_goes_on(value):
-            raise _refusal(name, f"a {type(value).__name__}, which goes on and cannot be put back")
+            raise _refusal(name, f"a {type(value).__name__}, which advances and cannot be rewound")
 
 
 def refuse_effects(root: nn.Module, *, of: type) -> None:
-    """Refuse code of the user's that does more than compute.
+    """Refuse user code that does more than compute.
 
     Args:
-        root: The module whose forward is looked through.
-        of: A class that the user wrote, wherever it is installed; other packages' layers are not looked at.
+        root: The module whose forward is searched.
+        of: A class by the user, in any package; layers of other packages are not searched.
 
     Raises:
-        Refusal: It does.
+        Refusal: The code does more.
     """
     _Search(root, of).run()
 
@@ -115,7 +115,7 @@ class _Search:
                 raise Refusal(f"{function.__qualname__} ({place}) {refusal}") from None
 
     def _look_at(self, name: str, value: Any) -> None:
-        """A value that code names."""
+        """Check a value that code names."""
         self._names.add(name)
         value = inspect.unwrap(value) if isinstance(value, FunctionType) else value
         if isinstance(value, MethodType):
@@ -129,7 +129,7 @@ class _Search:
         elif not isinstance(value, nn.Module):
             cls = value if isinstance(value, type) else type(value)
             if hasattr(type(value), "__next__"):
-                raise _refusal(name, "an iterator, which goes on")
+                raise _refusal(name, "an iterator, which advances")
             home = getattr(value, "__module__", None)
             self._look_into(name, home if isinstance(home, str) else cls.__module__, cls)
 
@@ -139,7 +139,7 @@ class _Search:
         if _computes(module):
             return
         if not self._is_users(module):
-            raise _refusal(name, f"of {module}, of which it is not known whether it only computes")
+            raise _refusal(name, f"of {module}, which may do more than compute")
         if cls is not None and self._is_users(cls.__module__):
             self._classes.add(cls)
 
@@ -163,7 +163,7 @@ def _used(function: FunctionType) -> Iterator[tuple[str, Any]]:
                 yield name, sys.modules.get(name, ModuleType(name))
             elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 value = function.__globals__.get(name, getattr(builtins, name, nothing))
-                if value is not nothing and value is not builtins.print:  # Ray puts one of its own there
+                if value is not nothing and value is not builtins.print:  # Ray replaces `print` by its own
                     yield name, value
                 if isinstance(value, ModuleType) and is_users_own(value.__name__):
                     held = [(other, vars(value).get(other, nothing)) for other in code.co_names]
@@ -171,7 +171,7 @@ def _used(function: FunctionType) -> Iterator[tuple[str, Any]]:
             elif instruction.opname == "LOAD_DEREF" and name in cells:
                 try:
                     yield name, cells[name].cell_contents
-                except ValueError:  # not assigned yet
+                except ValueError:  # an unassigned variable
                     continue
             elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 yield name, None

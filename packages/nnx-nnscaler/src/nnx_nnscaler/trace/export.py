@@ -1,7 +1,7 @@
-"""One run of `torch.export` over a module's forward, with everything around it that makes the result right.
+"""Run `torch.export` once over a module's forward, with the contexts that make the result right.
 
-Owns the call into torch's exporter; hands on its graph, the structure of the outputs and the calls of
-submodules that stay whole. Never raises past what happened in the user's code.
+This module calls torch's exporter. It returns the exported graph, the structure of the outputs, and the calls
+of submodules that run in eager mode. Its errors are torch's and the user code's own.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ __all__ = [
 
 
 PREFIX = "m"
-"""Where the user's root is within the module that is exported."""
+"""The path of the user's root in the exported module."""
 
 
 class SideEffectError(Exception):
     """The forward changed attributes of modules, which a graph would not do.
 
     Attributes:
-        changed: Fully qualified name of each module to one attribute.
+        changed: One changed attribute by the fully qualified name of each module.
     """
 
     def __init__(self, changed: dict[str, str]) -> None:
@@ -65,11 +65,11 @@ class Exported:
     """The result of an export.
 
     Attributes:
-        program: torch's own result.
-        inputs: The inputs.
+        program: The exported program.
+        inputs: The inputs of the export.
         structure: The forward's result with Slots for the first tensors among the program's outputs.
-        calls: Calls of submodules that stay whole, by the key that the operator carries.
-        dropped: Classes of caches that were left out of the outputs.
+        calls: The calls of submodules in eager mode, by the key that the operator carries.
+        dropped: The classes of caches that are omitted from the outputs.
         gradients: True if gradients are recorded.
     """
 
@@ -82,7 +82,7 @@ class Exported:
 
 
 class _Root(nn.Module):
-    """The user's root with tensors only as inputs and outputs."""
+    """The user's root with tensors as its only inputs and outputs."""
 
     def __init__(self, module: nn.Module, run: Callable[..., tuple[Tensor, ...]]) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def export_forward(
         module: The root.
         forward: Its forward.
         inputs: The sample; its batched leaves get a symbolic dim 0.
-        recorded: The results of every submodule that is to stay whole, call by call.
+        recorded: The results of every submodule in eager mode, call by call.
 
     Raises:
         SideEffectError: The forward changed attributes of modules.
@@ -124,7 +124,7 @@ def export_forward(
         tokens.clear()
         args, kwargs = inputs.rebuild(leaves)
         stand = stand_in(recorded, exported.calls, tokens, lambda: batch[0])
-        # Within the trace: torch puts attributes back itself, with no more than a warning.
+        # Inside the trace, because torch itself restores attributes after it and only warns.
         with attributes_restored(module) as found, calls_replaced(modules, stand):
             result = forward(*args, **kwargs)
         changed.update({name: what for name, what in found.items() if not _within(name, recorded)})
@@ -168,7 +168,7 @@ def _within(name: str, kept: dict[str, list[Recorded]]) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's own warnings: what matters of them is raised as an error."""
+    """Silence torch's own warnings; errors report the important ones."""
     loggers = [logging.getLogger(name) for name in ("torch.export", "torch._export", "torch.fx.experimental")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -184,10 +184,10 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _autocast_hidden() -> Iterator[None]:
-    """Trace outside autocast, but let code that asks be told of it.
+    """Trace outside autocast, but report autocast to code that asks.
 
-    Operators of a program run under the autocast of the call, so a trace must not have its casts in it. Some
-    code, such as rotary embeddings, switches autocast off where it is on, and has to be seen doing so.
+    A program's operators run under the autocast of the call, so its trace must not contain casts. Some code,
+    such as rotary embeddings, switches autocast off if it is on, and the trace must show that.
     """
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     if not kinds:
@@ -209,21 +209,20 @@ def _autocast_hidden() -> Iterator[None]:
         torch.is_autocast_enabled = real
 
 
-# Submodules that stay whole: during a trace, one opaque operator stands for each of their calls.
-#
-# Owns the operator, what it returns (metas that were recorded by running the module on the sample), and the
-# replacement of a module's call for a while. What a call looked like from outside is kept for the graph.
+# During a trace, one opaque operator replaces each call of a submodule in eager mode. This section defines
+# the operator, its results (metas recorded by a run on the sample), and the replacement of a module's call.
+# `Call` keeps the arguments and the result of a call for the graph.
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A dim of a result: ``rows`` for each row of the batch, or a fixed number where that is 0."""
+    """A dim of a result: ``rows`` for each row of the batch, or a fixed number if that is 0."""
 
     rows: int
     fixed: int
 
     def at(self, batch: Any) -> Any:
-        """The size for a batch."""
+        """Return the size for a batch."""
         return batch * self.rows if self.rows else self.fixed
 
 
@@ -232,10 +231,10 @@ class Recorded:
     """The result of one call of a submodule.
 
     Attributes:
-        structure: Its result with Slots for tensors.
-        shapes: Shape of every tensor.
-        dtypes: Their dtypes.
-        devices: Their devices.
+        structure: The result with Slots for tensors.
+        shapes: The shape of every tensor.
+        dtypes: The dtypes of the tensors.
+        devices: The devices of the tensors.
     """
 
     structure: Any
@@ -250,9 +249,9 @@ class Call:
 
     Attributes:
         fqn: The name of the submodule.
-        args: Positional arguments with Slots for tensors.
-        kwargs: Keyword arguments likewise.
-        result: The result that it returns.
+        args: The positional arguments with Slots for tensors.
+        kwargs: The keyword arguments with Slots for tensors.
+        result: The result of the call.
     """
 
     fqn: str
@@ -264,12 +263,12 @@ class Call:
 _calls: dict[str, Call] = {}
 
 Result = tuple[Any, list[tuple[torch.Size, torch.dtype, torch.device]]]
-"""Structure of a result, and what its tensors are."""
+"""The structure of a result, and descriptions of its tensors."""
 
 
 @torch.library.custom_op("nnx_nnscaler::whole", mutates_args=())
 def _whole(tensors: Sequence[Tensor], batch: int, key: str) -> list[Tensor]:
-    """Stands for a call of a submodule; only ever traced. The last result keeps the call alive."""
+    """Stand in for a call of a submodule in a trace; its last result keeps the call alive."""
     raise NotImplementedError("nnx_nnscaler::whole stands for a submodule in a trace and cannot be run")
 
 
@@ -288,7 +287,7 @@ Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], A
 
 @contextmanager
 def calls_replaced(modules: dict[str, nn.Module], handler: Handler) -> Iterator[None]:
-    """Let a handler stand for calls of modules, hooks included; `handler(fqn, original, args, kwargs)`."""
+    """Replace calls of modules, hooks included, by `handler(fqn, original, args, kwargs)`."""
     with ExitStack() as stack:
         for fqn, module in modules.items():
             stack.enter_context(_call_replaced(fqn, module, handler))
@@ -330,7 +329,7 @@ def _call_replaced(fqn: str, module: nn.Module, handler: Handler) -> Iterator[No
 
 
 def recorder(results: dict[str, list[Result]]) -> Handler:
-    """Return a handler that runs the module and notes its results, call by call."""
+    """Return a handler that runs the module and records its results, call by call."""
 
     def handler(fqn: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = original(*args, **kwargs)
@@ -343,10 +342,10 @@ def recorder(results: dict[str, list[Result]]) -> Handler:
 
 
 def combine(first: list[Result], second: list[Result], batches: tuple[int, int]) -> list[Recorded]:
-    """Results of the calls of one module for two batch sizes, as one with sizes that follow the batch.
+    """Combine the results of one module for two batch sizes, with sizes that follow the batch.
 
     Raises:
-        Refusal: They follow something else: the values of the data.
+        Refusal: A size depends on the values of the data.
     """
     if len(first) != len(second):
         raise Refusal("how often it is called depends on the data")
@@ -382,12 +381,12 @@ def stand_in(
     tokens: list[Tensor],
     batch: Callable[[], Any],
 ) -> Handler:
-    """A handler that puts the opaque operator in the place of a call.
+    """Return a handler that replaces a call by the opaque operator.
 
     Args:
         recorded: The results of each module, call by call.
-        calls: Filled with the calls, by the operator's key.
-        tokens: Filled with a result of every call that the trace has to return to keep it.
+        calls: The dict that gets the calls, by the operator's key.
+        tokens: The list that gets one result of every call; the trace returns these to keep the call.
         batch: The size of the batch, symbolic in a trace.
     """
     counts: dict[str, int] = {}
@@ -415,5 +414,5 @@ def _no_objects(made: Any) -> Any:
 
 
 def forget_calls() -> None:
-    """Let go of the calls of the last trace."""
+    """Drop the calls of the last trace."""
     _calls.clear()

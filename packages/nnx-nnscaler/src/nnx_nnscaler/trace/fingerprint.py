@@ -30,13 +30,13 @@ from nnx_nnscaler.trace.reads import (
 )
 from nnx_nnscaler.trace.structure import is_constant
 
-# A short text that is equal exactly when a trace would be: over code, structure and shapes, not values.
-#
-# Ranks compare it before they compile, and what was compiled is kept under it.
+# A fingerprint is a short text that is equal if and only if the traces would be equal. It covers code,
+# structure and shapes, but no values. Ranks compare it before they compile, and stored programs are found by
+# it.
 
 
 _DEPTH = 6
-# Classes whose attributes say what they do, while their code does not change within a version.
+# The attributes of these classes determine their behavior: their code is fixed within a version.
 _LIBRARIES = ("torch.nn.modules.", "transformers.")
 _BASES = ("torch.nn.modules.module", "torch.nn.modules.container")
 
@@ -44,17 +44,17 @@ _BASES = ("torch.nn.modules.module", "torch.nn.modules.container")
 def fingerprint(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, deep: bool = True
 ) -> str:
-    """Hash of a module's code and structure, and of what its inputs look like.
+    """Return a hash of a module's code and structure, and of the form of its inputs.
 
-    Covers, for every submodule: its class, the code of the class's functions and of the user's functions that
-    they call, attributes and globals that this code names, whether it trains, and name, shape, dtype and
-    `requires_grad` of its parameters and buffers, whose values are not in it.
+    It covers these facts of every submodule: its class, the code of the class and of user functions that it
+    calls, the attributes and globals that this code names, and the training flag. It also covers name, shape,
+    dtype and `requires_grad` of parameters and buffers, but not their values.
 
     Args:
         module: The root.
-        args: Positional arguments of its forward.
-        kwargs: Its keyword arguments.
-        deep: False leaves out the content of objects and containers, such as a per-rank seed.
+        args: The positional arguments of the forward.
+        kwargs: The keyword arguments of the forward.
+        deep: False to omit the content of objects and containers, such as a per-rank seed.
 
     Example:
         >>> import torch
@@ -103,7 +103,7 @@ def _of_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _attributes(module: nn.Module, names: frozenset[str] | None, *, deep: bool) -> list[tuple[str, str]]:
-    """Attributes that the class's code names, or all public ones where that is not known."""
+    """Return the attributes that the class's code names, or all public ones if its names are unknown."""
     found = []
     for key, value in sorted(vars(module).items(), key=lambda item: item[0]):
         if key != "training" and (key in names if names is not None else not key.startswith("_")):
@@ -119,7 +119,7 @@ def _plain(value: Any) -> str:
 
 
 def _of_class(cls: type) -> tuple[str, frozenset[str] | None]:
-    """Hash a class's code and callees, with all names in it; None if some code is a library's."""
+    """Hash a class's code and callees, with all names in it; None if some code belongs to a library."""
     parts: list[str] = []
     names: set[str] = set()
     known = True
@@ -152,7 +152,7 @@ def _functions(member: Any) -> list[FunctionType]:
 
 
 def _of_function(function: FunctionType, above: tuple[Any, ...]) -> str:
-    """Hash of a function's code, its defaults, and of the user's functions and numbers that it names."""
+    """Hash a function's code and defaults, and the user's functions and numbers that it names."""
     code = function.__code__
     parts = [_of_code(code), repr([value for value in function.__defaults__ or () if is_constant(value)])]
     if code in above or len(above) > _DEPTH:
@@ -166,7 +166,7 @@ def _of_function(function: FunctionType, above: tuple[Any, ...]) -> str:
 
 
 def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Globals and variables of enclosing functions that a function names."""
+    """Yield the globals and variables of enclosing functions that a function names."""
     for name in sorted(names_in(function.__code__)):
         if name in function.__globals__:
             value = function.__globals__[name]
@@ -174,7 +174,7 @@ def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
-        except ValueError:  # not assigned yet
+        except ValueError:  # an unassigned variable
             continue
 
 
@@ -188,14 +188,14 @@ def _of_code(code: CodeType) -> str:
 
 
 def _ordered(value: Any) -> Any:
-    # The order of a set follows PYTHONHASHSEED.
+    # The order of a set follows PYTHONHASHSEED, which differs between processes.
     if isinstance(value, frozenset):
         return sorted(repr(_ordered(item)) for item in value)
     return tuple(map(_ordered, value)) if isinstance(value, tuple) else value
 
 
 class _Same:
-    """Equal for the same object only, which it keeps alive, so that no other gets its address."""
+    """A key that equals only that of the same object; it keeps the object alive and its address unique."""
 
     __slots__ = ("value", "version")
 
@@ -214,7 +214,7 @@ def current(value: Any) -> Any:
     """Return a key of a value and its content, within this process.
 
     Raises:
-        TypeError: There is too much in it.
+        TypeError: The value holds too much to compare.
 
     Example:
         >>> options = {"scale": 1.0}
@@ -228,7 +228,7 @@ def current(value: Any) -> Any:
 
 def _current(leaf: Any) -> Any:
     if isinstance(leaf, nn.Parameter):
-        return _Same(leaf)  # programs read its values anew, and ranks write into parts of it
+        return _Same(leaf)  # by identity: programs read its values at each call
     if isinstance(leaf, Tensor):
         return _Same(leaf, -1 if leaf.is_inference() else leaf._version)
     return _bytes(leaf) if isinstance(leaf, numpy.ndarray) else _Same(leaf)
@@ -257,7 +257,7 @@ def _bytes(array: Any) -> tuple[Any, ...]:
 
 
 def _state(value: Any, of_leaf: Callable[[Any], Any], count: list[int], depth: int = 0) -> Any:
-    """Take a value apart into comparable pieces."""
+    """Take a value apart into comparable items."""
     if is_constant(value):
         return type(value), repr(value) if isinstance(value, (float, slice)) else value
     kind, parts = (None, ()) if depth > _DEPTH else _parts(value)
@@ -271,7 +271,7 @@ def _state(value: Any, of_leaf: Callable[[Any], Any], count: list[int], depth: i
 
 
 def _parts(value: Any) -> tuple[Any, Collection[Any]]:
-    """Return the kind of a value and its content; no kind if it is not taken apart."""
+    """Return the kind of a value and its content; no kind for a value that is compared as it is."""
     for kind in (list, tuple, deque):
         if isinstance(value, kind):
             return kind, value

@@ -1,4 +1,4 @@
-"""`trace_forward`: from a module and a sample to a `Graph`, with untraceable submodules kept whole."""
+"""`trace_forward`: trace a module on a sample to a `Graph`; untraceable submodules fall back to eager."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from nnx_nnscaler.trace.guard import CommunicationError, hooks_of_the_user, runn
 from nnx_nnscaler.trace.structure import BatchDims, Blame, Inputs, Refusal, TraceError, blame, flatten_inputs
 
 _REMEDY = (
-    "Move that code into a submodule of its own, which then stays whole, or write it without the dependence "
-    "(torch.where instead of a branch); until then the whole forward runs on every rank of the unit."
+    "Move that code into a submodule of its own, which then falls back to eager, or write it without the "
+    "dependence (torch.where instead of a branch). Until then the forward runs in eager mode on every rank."
 )
 _STRICT_REMEDY = "Compute it elsewhere: in another hook, or after the step."
 _lock = threading.Lock()
@@ -45,24 +45,24 @@ def trace_forward(
     device: torch.device | None = None,
     strict: bool = False,
 ) -> Graph:
-    """Trace a module's forward, in the mode (train or eval, with gradients or without) that it is in.
+    """Trace a module's forward in its present mode: train or eval, with gradients or without.
 
-    Nothing of it is left: parameters, buffers, attributes and random states are as before, no hook is called,
-    and a forward that cannot be traced raises. Under autocast the trace is that of the code which autocast
-    runs, without its casts. No collective is started: what other ranks would have to answer is refused.
+    The trace changes nothing: it restores parameters, buffers, attributes and random states, and calls no
+    hook. A forward that cannot be traced raises an error. Under autocast the trace follows the code that
+    autocast runs, without its casts. A trace starts no collective, because the other ranks would not answer.
 
     Args:
-        module: The root; it may be on any device, also on meta, and its parameters in parts. What is not
-            whole and on `device` is traced as if it were, without memory; then a submodule that stays whole
-            must return the same shapes for all values.
-        args: A sample's positional arguments.
-        kwargs: Its keyword arguments.
-        batch_dims: The dims that may have another size at run time: by default dim 0 of every tensor whose
-            dim 0 is the most frequent one; None for none.
-        forward: The function to call in place of `module.forward`, which may be replaced by then.
-        device: The device that the module will be on; by default the one that it is on, the CPU for meta.
-        strict: True if no submodule may stay whole, and the batch's size has to stay a symbol. Nothing is run
-            with values then.
+        module: The root, on any device including meta. Its parameters may be sharded. Sharded parameters, and
+            those on other devices than `device`, are traced as if they were unsharded and there, without
+            memory. A submodule in eager mode must then return the same shapes for all values.
+        args: The positional arguments of a sample.
+        kwargs: The keyword arguments of a sample.
+        batch_dims: The dims that may have another size at run time: by default dim 0 of every tensor with the
+            most frequent dim 0; None for none.
+        forward: The function to call in place of `module.forward`, if that was replaced.
+        device: The device of the program; by default the module's, and the CPU for meta.
+        strict: True if no submodule may fall back to eager, and the batch's size must stay a symbol. Then no
+            code runs with values.
 
     Raises:
         TraceError: The root itself cannot be traced, the sample does not fit, or the forward fails on it.
@@ -74,7 +74,7 @@ def trace_forward(
         (['aten.linear.default'], {'B': ('input_1', 0)})
     """
     call = forward or module.forward
-    gradients = torch.is_grad_enabled()  # leaving inference mode switches them on
+    gradients = torch.is_grad_enabled()  # before `inference_mode(False)`, which enables gradients
     modes = _lock, torch.inference_mode(mode=False), torch.set_grad_enabled(gradients)
     with ExitStack() as stack:
         for mode in modes:
@@ -94,14 +94,14 @@ def trace_forward(
 
 
 def _attempts(inputs: Inputs) -> list[Inputs]:
-    """Samples to try: with a symbolic batch, which has to be at least 2, then with fixed sizes."""
+    """Return the samples to try: with a symbolic batch of at least 2, then with fixed sizes."""
     if not inputs.batched:
         return [inputs]
     return [inputs.resized(2) if inputs.batch == 1 else inputs, inputs.fixed()]
 
 
 class _Tracer:
-    """Tries to trace, and tries again with what failed kept whole."""
+    """Traces, and traces again with failed submodules in eager mode."""
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], inputs: Inputs, *, may_keep: bool
@@ -118,10 +118,10 @@ class _Tracer:
                 self._keep(Blame(name, "", "it has forward or backward hooks"), spread=False)
 
     def run(self) -> Graph:
-        """Trace.
+        """Trace the module.
 
         Raises:
-            TraceError: It cannot be done.
+            TraceError: The module cannot be traced.
         """
         try:
             refuse_generators(self.module)
@@ -148,7 +148,7 @@ class _Tracer:
                 graph.kept = dict(self.kept)
                 graph.in_spec = _spec(self.inputs)
                 return graph
-        raise self._error(Blame("", "", "no set of submodules kept whole was enough"))
+        raise self._error(Blame("", "", "no set of submodules in eager mode was enough"))
 
     def _keep_all(self, blames: Sequence[Blame]) -> None:
         before = dict(self.kept)
@@ -157,7 +157,7 @@ class _Tracer:
                 self._keep(one)
 
     def _keep(self, one: Blame, *, spread: bool = True) -> None:
-        """Keep a submodule whole, and the others of its class, which would fail next."""
+        """Run a submodule in eager mode, and the others of its class, which would fail next."""
         fqn = self._outermost(one.fqn) if self.may_keep else ""
         if not fqn:
             raise self._error(one)
@@ -175,7 +175,7 @@ class _Tracer:
         self.kept[fqn] = str(one)
 
     def _outermost(self, fqn: str) -> str:
-        """The nearest submodule around that is called at all and not kept yet."""
+        """Return the nearest enclosing submodule that is called and is not yet in eager mode."""
         while fqn:
             covered = _covers(self.kept, fqn)
             if covered:
@@ -194,7 +194,7 @@ class _Tracer:
         )
 
     def _record(self) -> None:
-        """Find out what the submodules that stay whole return, by running the forward on the sample."""
+        """Run the forward on the sample to record the results of submodules in eager mode."""
         self.recorded = {}
         if not self.kept:
             return
@@ -237,15 +237,15 @@ class _Tracer:
     def _without_values(self) -> TraceError:
         name, reason = next(iter(self.kept.items()))
         return TraceError(
-            f"{name} has to stay whole ({reason}), and what it returns is only known by running it, which "
-            f"needs real parameters: those of {type(self.module).__name__} are on the meta device, elsewhere "
-            "or in parts.",
+            f"{name} must run in eager mode ({reason}). Only a run shows its results, and a run needs real "
+            f"parameters: those of {type(self.module).__name__} are on the meta device, on another device or "
+            "sharded.",
             remedy="Create the module on a real device.",
         )
 
 
 def _covers(kept: Iterable[str], fqn: str) -> str:
-    """Which of some submodules has another within it; nothing when none has."""
+    """Return the submodule among `kept` that contains another one; empty if none does."""
     return next((name for name in kept if fqn == name or fqn.startswith(f"{name}.")), "")
 
 
@@ -256,32 +256,31 @@ def _spec(inputs: Inputs) -> str:
         return ""
 
 
-# Parameters for a trace where the module's own cannot be used: in parts, on the meta device or elsewhere.
-#
-# Owns the exchange of entries in modules for a while. Parameter objects are never touched.
+# A trace cannot use parameters that are sharded, on the meta device or on another device. Stand-ins replace
+# them in the modules during the trace. Parameter objects are never touched.
 
 
 _PLAIN = (getattr(Tensor.__torch_function__, "__func__", None), nn.Parameter.__torch_function__)
 _WITH_VALUES = "cpu"
-"""The type of the devices that have memory for stand-ins of tensors in parts; elsewhere they are fake."""
+"""The device type with memory for stand-ins of sharded tensors; on other devices stand-ins are fake."""
 
 
 @contextmanager
 def plain_parameters(
     module: nn.Module, device: torch.device | None = None, *, with_values: bool = True
 ) -> Iterator[torch.device | None]:
-    """Have only plain whole tensors in a module, on one device.
+    """Replace all tensors of a module by plain unsharded ones, on one device.
 
-    Where parameters are stored in parts, on the CPU, stand-ins have values, so that what depends on them can
-    be found out. All others are fake: they are said to be on the device, and take no memory there.
+    Stand-ins of sharded parameters on CPU have values, so that the trace can follow code that depends on
+    them. All others are fake: they report the device, but take no memory.
 
     Args:
         module: The module.
-        device: The device; by default the one where tensors in parts are, the CPU for those on meta.
-        with_values: False if no stand-in has to have values.
+        device: The device; by default the sharded tensors' device, and the CPU for those on meta.
+        with_values: False if no stand-in needs values.
 
     Yields:
-        The device that inputs have to be on for a trace; None where they can stay.
+        The device that inputs need for a trace; None if they may stay.
     """
     tensors = [*module.parameters(), *module.buffers()]
     guarded = [tensor for tensor in tensors if _is_guarded(tensor)]
@@ -313,7 +312,7 @@ def plain_parameters(
 
 
 def _is_guarded(tensor: Tensor) -> bool:
-    """Whether a tensor's class answers torch functions itself: what it shows may not be what it holds."""
+    """Return True if a tensor's class answers torch functions itself: it may show values it does not hold."""
     own = type(tensor).__torch_function__
     return getattr(own, "__func__", own) not in _PLAIN
 

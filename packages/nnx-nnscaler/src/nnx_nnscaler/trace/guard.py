@@ -1,8 +1,8 @@
-"""Tracing leaves no trace: what a forward changes is put back, and what a graph could not repeat is noticed.
+"""Restore everything that a trace changes, and refuse code that a graph could not repeat.
 
-Owns random states, attributes, buffers and hooks of modules while they are traced or run on a sample, and
-the detection of side effects, collectives, `torch.utils.checkpoint` and custom autograd functions: when they
-happen, or by the names in the code that a forward reaches.
+This module restores random states, attributes, buffers and hooks after a trace or a run on a sample. It finds
+side effects, collectives, `torch.utils.checkpoint` and custom autograd functions: when they run, or by the
+names in the code that a forward reaches.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _COLLECTIVES = (
     *("all", "_allgather", "barrier", "broadcast", "gather", "monitored_barrier"),
     *("recv", "reduce", "_reduce_scatter", "scatter", "send"),
 )
-"""How the methods of a process group that communicate begin; the others ask for its name, size and so on."""
+"""Prefixes of the methods of a process group that communicate; the others read its name, size and so on."""
 
 
 class CommunicationError(Refusal):
-    """The forward communicates, and the other ranks, which do not trace, would not answer."""
+    """The forward communicates, but the other ranks do not trace and would not answer."""
 
 
 def caller_modes() -> tuple[Any, ...]:
-    """The modes that code may ask for, so that a trace holds for them only: of gradients and of autocast.
+    """Return the modes that code may read, so that a trace holds for them only: gradients and autocast.
 
     Example:
         >>> caller_modes()
@@ -58,11 +58,11 @@ def caller_modes() -> tuple[Any, ...]:
 
 @contextmanager
 def attributes_restored(root: nn.Module) -> Iterator[dict[str, str]]:
-    """Put what code changes of modules, of objects and of globals back as it was; the random state apart.
+    """Restore changes of code to modules, objects and globals, except for the random state.
 
     Yields:
-        After the block: fully qualified name of every module with a changed attribute to that attribute;
-        what belongs to no module counts as the root's.
+        After the block: one changed attribute by the fully qualified name of each module. A change outside of
+        modules counts as the root's.
     """
     names = {module: name for name, module in root.named_modules()}
     state = PythonState(root, looks_into=is_users_own)
@@ -76,7 +76,7 @@ def attributes_restored(root: nn.Module) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def state_restored(root: nn.Module, *more: Tensor) -> Iterator[None]:
-    """Put all of that back, and what is written into the tensors that code reaches and into more tensors."""
+    """Restore the same, and the contents of the tensors that code reaches and of `more`."""
     state = PythonState(root, looks_into=is_users_own)
     try:
         with state.contents_restored(*more):
@@ -87,7 +87,7 @@ def state_restored(root: nn.Module, *more: Tensor) -> Iterator[None]:
 
 @contextmanager
 def parameters_restored(root: nn.Module) -> Iterator[None]:
-    """Put parameters back that code writes or gives other data, as a memory bank or a weight norm does."""
+    """Restore parameters that code writes or gives other data, as a memory bank or a weight norm does."""
     able = (p for p in root.parameters() if not (p.is_meta or p.is_inference()))
     held = [(parameter, parameter.detach()) for parameter in able if _has_memory(parameter.detach())]
     writes = _Writes([data for _, data in held])
@@ -98,22 +98,24 @@ def parameters_restored(root: nn.Module) -> Iterator[None]:
         finally:
             for data, content in writes.saved:
                 data.copy_(content)
+            # In this order: writes went to the old memory, which the parameter gets back afterwards.
             for parameter, data in held:
                 if parameter.data_ptr() != data.data_ptr():
                     parameter.data = data
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies tensors before the first operator that writes into their memory: a copy of all would be large.
+    """Copies a tensor before the first write to its memory, because copies of all tensors would be large.
 
     Attributes:
-        saved: Each tensor that may have been written, and its content before.
+        saved: Each tensor that may have been written, with its content before.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.saved: list[tuple[Tensor, Tensor]] = []
         self._tensors: dict[int, list[Tensor]] = {}
+        # By memory: a write through any view changes every tensor of that storage.
         for tensor in tensors:
             self._tensors.setdefault(_memory_of(tensor), []).append(tensor)
 
@@ -142,9 +144,9 @@ def _memory_of(tensor: Tensor) -> int:
 
 @contextmanager
 def running(root: nn.Module) -> Iterator[None]:
-    """Run the real forward on a sample and leave nothing of it: tensors get their contents back.
+    """Run the real forward on a sample, and restore the contents of all tensors.
 
-    Gradients are recorded or not as the caller has it, for the code may ask. Hooks do not run.
+    The caller's grad mode stays, because code may read it. Hooks do not run.
     """
     with ExitStack() as stack:
         restored = state_restored(root, *root.buffers())
@@ -160,18 +162,18 @@ def running(root: nn.Module) -> Iterator[None]:
 
 
 def hooks_of_the_user(module: nn.Module) -> bool:
-    """Return True if a submodule has hooks that a program would not call by itself."""
+    """Return True if a submodule has hooks that a program would not call."""
     return any(not _is_traced(hook) for kind in _HOOKS for hook in getattr(module, kind, {}).values())
 
 
 def _is_traced(hook: Callable[..., Any]) -> bool:
-    """Return True if a hook is one of transformers', which collect hidden states within one call."""
+    """Return True for hooks of transformers, which collect hidden states within one call."""
     return getattr(hook, "__module__", "").startswith("transformers.utils.")
 
 
 @contextmanager
 def hooks_removed(root: nn.Module) -> Iterator[None]:
-    """Call nothing that the user hooked to calls of submodules: a trace is no call."""
+    """Remove the user's hooks on submodules, because a trace is no call."""
     saved = [(vars(module), kind, vars(module)[kind]) for module in root.modules() for kind in _HOOKS]
     none: dict[str, Any] = {f"_global{kind}": OrderedDict() for kind in _HOOKS}
     try:
@@ -186,7 +188,7 @@ def hooks_removed(root: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def collectives_refused() -> Iterator[None]:
-    """Raise a `CommunicationError` where this thread starts a collective, instead of waiting forever."""
+    """Raise a `CommunicationError` if this thread starts a collective, instead of waiting forever."""
     if not dist.is_available():
         yield
         return
@@ -194,13 +196,15 @@ def collectives_refused() -> Iterator[None]:
 
     def refusing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != tracing:  # a save in the background, say
+            if threading.get_ident() != tracing:  # another thread, such as a save in the background
                 return real(*args, **kwargs)
             raise _communicates(name or args[1])
 
         return method
 
     group = dist.ProcessGroup
+    # On the classes, not on the group: user code may hold any group, and `CollectiveOrder` starts the
+    # collectives behind a read of a sharded parameter.
     names = [name for name in dir(group) if name.startswith(_COLLECTIVES)]
     with (
         replaced(group, {name: refusing(name, getattr(group, name)) for name in names}),
@@ -215,7 +219,7 @@ def is_collective(operator: Any) -> bool:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses collectives that are torch operators, which reach their group without Python."""
+    """Refuses collectives that are torch operators, which call their group without Python."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_collective(func):
@@ -228,15 +232,15 @@ def _communicates(name: str) -> CommunicationError:
 
 
 class _NoTrainer:
-    """Stands for the Trainer, whose counters change from step to step while a program stays as it is."""
+    """Replaces the Trainer, whose counters change with each step while a program does not."""
 
     def __getattr__(self, name: str) -> Any:
-        raise Refusal(f"it asks the Trainer for {name!r}, which a program could not do in each step")
+        raise Refusal(f"it reads {name!r} of the Trainer, which a program could not do in each step")
 
 
 @contextmanager
 def noticing(root: nn.Module) -> Iterator[None]:
-    """Raise a Refusal where the forward does what a graph would lose without a word."""
+    """Raise a Refusal if the forward does something that a graph would silently lose."""
 
     def checkpoint(*_: Any, **__: Any) -> None:
         raise Refusal("it calls torch.utils.checkpoint, which a trace would drop")
@@ -244,7 +248,7 @@ def noticing(root: nn.Module) -> Iterator[None]:
     def log(*_: Any, **__: Any) -> None:
         raise Refusal("it logs within the forward, which a program could not repeat")
 
-    # A class method up to torch 2.13, and one of C from 2.14 on, where the class above defines it.
+    # Up to torch 2.13 a class method; from 2.14 on a C method, which the class above defines.
     real_apply: Any = inspect.getattr_static(torch.autograd.Function, "apply")
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -253,13 +257,15 @@ def noticing(root: nn.Module) -> Iterator[None]:
         raise Refusal(f"it calls the autograd function {cls.__qualname__}, whose backward a trace would lose")
 
     with ExitStack() as stack:
-        if root.training:  # elsewhere there is no backward that it would save memory for
+        if root.training:  # without a backward a checkpoint saves no memory, and a trace may drop it
             stack.enter_context(replaced(torch.utils.checkpoint, checkpoints_replaced(checkpoint)))
         stack.enter_context(replaced(*lstm_replaced()))
         stack.enter_context(replaced(torch.autograd.Function, {"apply": classmethod(apply)}))
         loggers = {name: log for name in ("log", "log_dict") if hasattr(type(root), name)}
         stack.enter_context(replaced(root, loggers))
         for module in root.modules():
+            # `__getattr__` of a stand-in makes every read of the Trainer an error at its own line of the
+            # user's code.
             owners = {name: _NoTrainer() for name in ("_trainer", "_fabric") if vars(module).get(name)}
             stack.enter_context(replaced(module, owners))
         before = _states()
@@ -270,11 +276,11 @@ def noticing(root: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Set attributes for a while; goes past `__setattr__` of modules."""
+    """Set attributes temporarily, without `__setattr__` of modules."""
     missing = object()
     own = vars(owner)
     saved = {name: own.get(name, missing) for name in values}
-    # Classes by their own rules: those of pybind11, as ProcessGroup is in torch 2.11, take no others.
+    # Classes need `setattr`: pybind11 classes, as ProcessGroup is in torch 2.11, refuse `object.__setattr__`.
     place, remove = (
         (setattr, delattr) if isinstance(owner, type) else (object.__setattr__, object.__delattr__)
     )
@@ -292,5 +298,5 @@ def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
 
 def _states() -> tuple[Any, ...]:
     arrays: Any = numpy.random.get_state(legacy=False)
-    of_torch = torch.default_generator.get_state().numpy().tobytes()  # a trace draws nothing
+    of_torch = torch.default_generator.get_state().numpy().tobytes()  # a trace itself draws nothing
     return random.getstate(), repr(arrays["state"]), of_torch

@@ -1,4 +1,4 @@
-"""Values that a forward reads."""
+"""Find the values that a forward reads."""
 
 from __future__ import annotations
 
@@ -19,19 +19,17 @@ _VERSIONED = frozenset(
         *("transformers", "nnx_core", "nnx_nnscaler"),
     ]
 )
-"""Packages whose code changes with their version."""
+"""Packages whose code is fixed within their version."""
 
 
 def is_users(module: str) -> bool:
-    """Return True if code may change without the version of torch or Python changing with it."""
+    """Return True if code may change while the versions of torch and Python do not."""
     return module.partition(".")[0] not in _VERSIONED and origin_of(module) != "python"
 
 
-# A program stands for the values that attributes and globals had when it was traced.
-#
-# ``if self.warm: ...`` and ``x * self.hparams.scale`` are decided by tracing. What they name is found in the
-# code of ``forward`` and of what it calls, so that setting one, or changing what is in it, brings about
-# another program.
+# A program depends on the values of attributes and globals at the time of the trace: ``if self.warm: ...``
+# and ``x * self.hparams.scale`` are decided by tracing. This section finds their names in the code of
+# ``forward`` and of its callees. So a new value, or a change inside of it, leads to another program.
 
 
 _NOTHING = object()
@@ -44,7 +42,7 @@ MOST_VALUES = 10_000
 
 
 OPAQUE = frozenset([*_VERSIONED, "torchmetrics", "numpy"]) - {"transformers"}
-"""Packages whose objects are told apart by identity, not by what is in them."""
+"""Packages whose objects are compared by identity, not by content."""
 
 
 DEFINITIONS = (type, ModuleType, FunctionType, property, staticmethod, classmethod)
@@ -54,14 +52,14 @@ _ENVIRONMENT = frozenset(["environ", "getenv"])
 
 
 _LOGS = frozenset(["log", "log_dict"])
-"""Methods whose code, Lightning's, is not looked through."""
+"""Lightning's methods, whose code is not searched."""
 
 
 class Space(Protocol):
-    """Where names have values: an object's ``__dict__``, a class's, or a module's globals."""
+    """A mapping of names to values: an object's ``__dict__``, a class's, or a module's globals."""
 
     def get(self, name: str, default: Any = None, /) -> Any:
-        """The value of a name."""
+        """Return the value of a name."""
 
 
 class _Closure:
@@ -73,16 +71,16 @@ class _Closure:
     def get(self, name: str, default: Any = None, /) -> Any:
         try:
             return self._cells[name].cell_contents
-        except (KeyError, ValueError):  # not assigned yet
+        except (KeyError, ValueError):  # an unassigned variable
             return default
 
 
 def read_by_forward(root: nn.Module, *, besides: Collection[str] = ()) -> list[tuple[Space, str]]:
-    """Where each value is that the forward of a module, or of one of its submodules, may read, and its name.
+    """Return the space and name of each value that the forward of a module or submodule may read.
 
     Args:
         root: The module.
-        besides: Fully qualified names of submodules that run their own code, for all values.
+        besides: The fully qualified names of submodules that run their own code, for all values.
 
     Example:
         >>> dropout = nn.Dropout(0.1)
@@ -107,7 +105,7 @@ def read_by_forward(root: nn.Module, *, besides: Collection[str] = ()) -> list[t
 
 
 def code_reached(root: nn.Module) -> tuple[FunctionType, ...]:
-    """The functions of a module and of its submodules, and of their classes, that the forward may call."""
+    """Return the functions of a module, its submodules and their classes that the forward may call."""
     return _reached(_looked_through(root, ()))[1]
 
 
@@ -121,14 +119,14 @@ def _looked_through(root: nn.Module, besides: Collection[str]) -> list[nn.Module
 
 
 def _decides(value: Any, *, is_own: bool = False) -> bool:
-    """Whether a program may depend on a value; functions of classes and modules are followed instead."""
+    """Return True if a program may depend on a value. Functions of classes are followed instead."""
     if value is _NOTHING or isinstance(value, (nn.Module, nn.Parameter, ModuleType, type)):
         return False
     return is_own or not (isinstance(value, DEFINITIONS) or hasattr(type(value), "__get__"))
 
 
 def _reached(modules: Sequence[nn.Module]) -> tuple[tuple[str, ...], tuple[FunctionType, ...]]:
-    """Names in the code that forwards reach on modules, and the functions that this code is in."""
+    """Return the names in the code that forwards reach on modules, and the functions of this code."""
     held = {
         (name, inspect.unwrap(value))
         for module in modules
@@ -171,7 +169,7 @@ def _functions_read(cls: type, name: str) -> Iterator[FunctionType]:
 
 @functools.lru_cache(maxsize=256)
 def _names_with_bases(cls: type) -> frozenset[str]:
-    """The names in the user's methods that name ``super`` or a base, and the names of these methods."""
+    """Return the names in the user's methods that name ``super`` or a base, and these methods' names."""
     bases = {base.__name__ for base in cls.__mro__[1:]} | {"super"}
     found: set[str] = set()
     for owner in filter(lambda one: is_users(one.__module__), cls.__mro__):
@@ -184,7 +182,7 @@ def _names_with_bases(cls: type) -> frozenset[str]:
 
 
 def _function_of(member: Any) -> FunctionType | None:
-    """The function of a method or property."""
+    """Return the function of a method or property."""
     member = member.fget if isinstance(member, property) else member
     member = getattr(member, "__func__", member)
     return inspect.unwrap(member) if isinstance(member, FunctionType) else None

@@ -1,7 +1,7 @@
-"""An exported program as one flat list of calls.
+"""Flatten an exported program to one list of calls.
 
-Owns the inlining of regions: torch puts what runs under another grad mode or autocast into a graph of its
-own. A step carries what its region said instead.
+torch puts code under another grad mode or autocast into a graph of its own, a region. This module inlines
+regions; each step carries the modes of its region.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ __all__ = [
 
 
 class UnknownCallError(Exception):
-    """A call in a trace that is no tensor operator.
+    """The trace has a call that is no tensor operator.
 
     Attributes:
-        node: The node concerned.
+        node: The node of the call.
     """
 
     def __init__(self, node: fx.Node) -> None:
@@ -61,11 +61,11 @@ class Step:
     """One call.
 
     Attributes:
-        node: torch's node, for its target, value and notes.
-        args: Positional arguments; nodes in them are those of other steps or of the program's inputs.
-        kwargs: Keyword arguments likewise.
+        node: torch's node, with its target, value and notes.
+        args: The positional arguments; nodes in them belong to other steps or to the program's inputs.
+        kwargs: The keyword arguments, likewise.
         frozen: True if autograd does not follow it.
-        context: The autocast region that it is in, as Python code; empty outside of any.
+        context: The autocast region around it, as Python code; empty outside of regions.
     """
 
     node: fx.Node
@@ -76,12 +76,12 @@ class Step:
 
     @property
     def target(self) -> Any:
-        """The function that is called."""
+        """The called function."""
         return self.node.target
 
     @property
     def value(self) -> Any:
-        """Its result for the sample: a fake tensor, a list of them, a number or None."""
+        """The result for the sample: a fake tensor, a list of them, a number or None."""
         return self.node.meta.get("val")
 
 
@@ -92,7 +92,7 @@ class _Region:
 
 
 def flatten(graph_module: fx.GraphModule, *, frozen: bool = False) -> tuple[list[Step], list[Any]]:
-    """Every call in order, and what the program returns; `frozen` says that gradients were not recorded."""
+    """Return every call in order, and the program's outputs; `frozen` means that gradients are off."""
     meanings: dict[fx.Node, Any] = {}
     steps: list[Step] = []
     outputs = _walk(graph_module, meanings, steps, _Region(frozen=frozen, context=""))
@@ -145,20 +145,20 @@ def _region_of(
 
 
 def nodes_in(*arguments: Any) -> Iterator[fx.Node]:
-    """Nodes within nested arguments, in order."""
+    """Yield the nodes within nested arguments, in order."""
     for leaf in pytree.tree_leaves(arguments):
         if isinstance(leaf, fx.Node):
             yield leaf
 
 
 def tensor_of(node: Any) -> Tensor | None:
-    """The fake tensor that a node stands for; None for anything else."""
+    """Return the fake tensor of a node; None if it is none."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
 
 
 def module_of(node: fx.Node) -> str:
-    """Fully qualified name of the submodule that a step belongs to."""
+    """Return the fully qualified name of a step's submodule."""
     stack = node.meta.get("nn_module_stack") or {}
     path = next((entry[0] for entry in reversed(stack.values())), "").partition("@")[0]
     return str(path).removeprefix(PREFIX).removeprefix(".") if str(path).startswith(PREFIX) else ""
@@ -174,10 +174,9 @@ def is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
-# Which values of a trace share memory, and how a change of one is seen through the others.
-#
-# A graph has no writes: a write into a view becomes a new whole with the part put back, and the other views
-# are taken again. Owns what is known of torch's view operators; emits through the builder that is given.
+# `Views` tracks which values of a trace share memory, and how others see a change of one. A graph has no
+# writes. A write to a view becomes a new base with the changed elements, and the other views are taken again.
+# This section knows torch's view operators, and adds operators through the given builder.
 
 
 _RESHAPES = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze")
@@ -185,7 +184,7 @@ _SAME = ("detach", "alias", "contiguous", "to", "dropout", "lift_fresh", "lift_f
 
 
 class UnsupportedViewError(Exception):
-    """A write through a view that cannot be expressed without one.
+    """A write through a view cannot be expressed without a write.
 
     Attributes:
         step: The view, or the write.
@@ -197,20 +196,20 @@ class UnsupportedViewError(Exception):
 
 
 class Emitter(Protocol):
-    """The interface of the builder."""
+    """The builder's interface."""
 
     def emit(self, step: Step, target: str, args: Sequence[Argument], like: Tensor) -> Argument:
-        """Add an operator that makes something like a tensor of the trace; `step` is where it comes from."""
+        """Add an operator whose result is like a tensor of the trace; `step` is its origin."""
 
     def argument(self, value: Any) -> Argument:
-        """An argument of the trace as one of the graph."""
+        """Convert an argument of the trace to one of the graph."""
 
     def shape(self, tensor: Tensor) -> list[Argument]:
-        """A shape as an argument."""
+        """Return a shape as an argument."""
 
 
 class _View(NamedTuple):
-    """How a value was taken from another: a step, and for one of several results which."""
+    """The origin of a view: a step, and the index for one of several results."""
 
     parent: fx.Node
     step: Step
@@ -218,10 +217,10 @@ class _View(NamedTuple):
 
 
 def written_argument(step: Step) -> int | None:
-    """Position of the argument that an operator writes into; None when it writes nothing.
+    """Return the position of the argument that an operator writes to; None if it writes nothing.
 
     Raises:
-        UnsupportedViewError: It writes elsewhere than into its first argument, or changes a shape in place.
+        UnsupportedViewError: It writes to another argument than its first, or changes a shape in place.
     """
     schema = getattr(step.target, "_schema", None)
     if schema is None or not schema.is_mutable:
@@ -241,7 +240,7 @@ def written_argument(step: Step) -> int | None:
 
 
 class Views:
-    """Values of one program that share memory.
+    """The values of one program that share memory.
 
     Args:
         steps: Every call.
@@ -278,7 +277,7 @@ class Views:
         return None
 
     def root(self, node: fx.Node) -> fx.Node:
-        """The value that owns the memory."""
+        """Return the value that owns the memory."""
         while node in self._views:
             node = self._views[node].parent
         return node
@@ -293,9 +292,9 @@ class Views:
         return self.values[node]
 
     def written(self, step: Step, node: fx.Node, new: Argument, emitter: Emitter) -> None:
-        """Let a new value stand for one that a step has written into, and for all that share its memory."""
+        """Replace a written value by a new one, and all values that share its memory."""
         tensor = tensor_of(node)
-        assert tensor is not None  # only tensors are written into
+        assert tensor is not None  # a write changes tensors only
         fresh = {node}
         self.values[node] = new
         while node in self._views:
@@ -317,7 +316,7 @@ def _name(step: Step) -> str:
 
 
 def _part(view: _View) -> tuple[str, tuple[Any, ...]]:
-    """One of several results as a select or a slice: its name and arguments."""
+    """Return one of several results as a select or a slice: its name and arguments."""
     dim = next((arg for arg in view.step.args[2:3]), view.step.kwargs.get("dim", 0))
     index = view.number or 0
     if _name(view.step) == "unbind":
@@ -331,7 +330,7 @@ def _part(view: _View) -> tuple[str, tuple[Any, ...]]:
 
 
 def _take(view: _View, node: fx.Node, parent: Argument, emitter: Emitter) -> Argument:
-    """A view taken again."""
+    """Take a view again."""
     step = view.step
     like = tensor_of(node)
     whole = tensor_of(view.parent)
@@ -349,7 +348,7 @@ def _take(view: _View, node: fx.Node, parent: Argument, emitter: Emitter) -> Arg
 
 
 def _put_back(view: _View, node: fx.Node, whole: Argument, part: Argument, emitter: Emitter) -> Argument:
-    """A whole with a part of it replaced."""
+    """Return a base whose elements in a view are replaced."""
     step, like, small = view.step, tensor_of(view.parent), tensor_of(node)
     assert like is not None and small is not None  # views are of tensors
     name, args = (_name(step), step.args[1:]) if view.number is None else _part(view)
@@ -372,13 +371,13 @@ def _put_back(view: _View, node: fx.Node, whole: Argument, part: Argument, emitt
 
 def _is_same(step: Step, part: Tensor, whole: Tensor) -> bool:
     """Return True if a view shows all of the memory in the same order."""
-    if _name(step).endswith("_"):  # a write returns what it wrote into
+    if _name(step).endswith("_"):  # a write returns the tensor that it wrote to
         return True
     known = (*_SAME, "slice", "expand", "view", "reshape")
     return _name(step) in known and part.shape == whole.shape and part.stride() == whole.stride()
 
 
-# What tracing has to know of torch's operators: which draw, which write, which do nothing.
+# Facts about torch's operators for tracing: those that draw, that write, and that do nothing.
 
 
 _NO_GRADIENT = {
@@ -386,13 +385,13 @@ _NO_GRADIENT = {
     "new_zeros", "new_ones", "new_full", "new_empty", "bernoulli", "detach", "detach_", "multinomial",
 }  # fmt: skip
 _CHECKS = ("_assert", "sym_constrain_range")
-# Position of the flag that lets a normalization update its running statistics, which its schema does not say.
+# Position of the flag that lets a normalization update its running statistics; the schema does not show it.
 _STATISTICS = {"batch_norm": 5, "instance_norm": 5}
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
 
 def name_of(target: Any) -> str:
-    """An operator's name without namespace and overload.
+    """Return an operator's name without namespace and overload.
 
     Example:
         >>> name_of(torch.ops.aten.add.Tensor)
@@ -407,14 +406,14 @@ def is_check(step: Step) -> bool:
 
 
 def is_random(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if an operator moves the random state, so that it may not be left out."""
+    """Return True if an operator advances the random state, so that it must stay."""
     namespace, name, overload = target.split(".")
     if namespace == "aten" and name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     if namespace == "aten" and name in _DROPOUTS:
         return bool(args[2] and args[1])
     if namespace == "aten" and name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        return False  # where it has dropout between layers, its result is used
+        return False  # if it has dropout between layers, its result is used anyway
     found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     return any(tag.name == "nondeterministic_seeded" for tag in found.tags)
 
@@ -431,7 +430,7 @@ def writes_buffers(step: Step) -> bool:
 
 
 def same_as(step: Step, *, differentiable: bool) -> fx.Node | None:
-    """The operand that a step only hands on; None where it does something."""
+    """Return the operand that a step only passes on; None if it does something."""
     name = name_of(step.target)
     if not step.args or not isinstance(step.args[0], fx.Node):
         return None
@@ -443,7 +442,7 @@ def same_as(step: Step, *, differentiable: bool) -> fx.Node | None:
     elif name in _DROPOUTS:
         same = not (step.args[2] and step.args[1])
     elif name == "to":
-        # A conversion of floating point to what it is may be one under autocast.
+        # A conversion to the same floating point dtype may be a real one under autocast.
         integral = source.dtype == made.dtype and not made.dtype.is_floating_point
         same = integral and source.device == made.device and not _asks_for_copy(step)
     else:
@@ -469,7 +468,7 @@ def _same_size(source: Tensor, made: Tensor) -> bool:
 
 
 def simplified(step: Step) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """A call without arguments that say nothing, and conversions as ``aten.to.dtype``."""
+    """Return a call without redundant arguments, and conversions as ``aten.to.dtype``."""
     kwargs = {name: value for name, value in step.kwargs.items() if value is not None}
     if kwargs.get("layout") == torch.strided:
         del kwargs["layout"]
@@ -483,13 +482,13 @@ def simplified(step: Step) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
 
 
 class Functional(NamedTuple):
-    """Return the operator that computes the value after a write.
+    """The operator that computes the value after a write.
 
     Attributes:
         target: The operator.
-        args: Its arguments; the first is the written tensor, if the operator takes it.
-        kwargs: Its keyword arguments.
-        dtype: The dtype that its result has to be converted to; None where that is what comes out.
+        args: The arguments; the first is the written tensor, if the operator takes it.
+        kwargs: The keyword arguments.
+        dtype: The dtype that the result must be converted to; None if it has the dtype already.
     """
 
     target: str
@@ -499,10 +498,10 @@ class Functional(NamedTuple):
 
 
 def functional(step: Step) -> Functional:
-    """The operator without a write that computes the same.
+    """Return the operator that computes the same value without a write.
 
     Raises:
-        UnsupportedViewError: There is none.
+        UnsupportedViewError: No such operator is known.
     """
     name = name_of(step.target)[:-1]
     overload = str(step.target).split(".")[2]
@@ -521,15 +520,15 @@ def _converted(step: Step) -> torch.dtype | None:
     return own.dtype if own is not None and differs and own.dtype.is_floating_point else None
 
 
-# Leaving out what nothing needs, except what draws random numbers or changes a buffer.
+# Remove unused operators, except those that draw random numbers or change a buffer.
 
 
 def prune(graph: Graph, lasting: set[str]) -> None:
-    """Drop operators whose results are not used, then parameters, buffers and constants likewise.
+    """Drop operators with unused results, then unused parameters, buffers and constants.
 
     Args:
-        graph: Changed in place.
-        lasting: Names of operators that change a buffer, and stay.
+        graph: The graph, changed in place.
+        lasting: The names of operators that change a buffer, which stay.
     """
     needed = set(refs_in(graph.outputs))
     ops: list[Op] = []

@@ -1,4 +1,4 @@
-"""Inputs and outputs of a forward as flat lists of tensors, with their structure beside them."""
+"""Flatten inputs and outputs of a forward to lists of tensors and a structure."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from nnx_core._torch_compat import pytree
 from nnx_core.errors import UnsupportedError
 from nnx_nnscaler.ir.graph import Make
 
-# The forward's inputs as leaves: their names, which dims are the batch, and samples of other batch sizes.
-#
-# Owns everything between ``(args, kwargs)`` and a flat list; never looks into the module's code.
+# `Inputs` holds the forward's inputs as leaves: their names, their batch dims, and samples of other batch
+# sizes. It never reads the module's code.
 
 
 BatchDims = Literal["auto"] | None
@@ -35,15 +34,15 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device,
 
 
 def is_constant(value: object) -> bool:
-    """Return True if a leaf that is no tensor can be part of a program as it is."""
+    """Return True if a leaf without tensors can be a constant of a program."""
     return isinstance(value, _PLAIN)
 
 
 class Names:
-    """Python identifiers, each handed out once.
+    """Unique Python identifiers.
 
     Args:
-        taken: Names that must not be used.
+        taken: The names that must not be used.
 
     Example:
         >>> names = Names()
@@ -51,14 +50,14 @@ class Names:
         ('blocks_0_weight', 'blocks_0_weight_1', 'class_')
     """
 
-    # What the emitted function uses itself.
+    # The generated function uses these itself.
     _RESERVED = ("rt", "m", "w", "c", "torch", "F", "B")
 
     def __init__(self, taken: Sequence[str] = ()) -> None:
         self._taken = {*self._RESERVED, *taken, *dir(builtins)}
 
     def new(self, wish: str) -> str:
-        """A free identifier like the wish."""
+        """Return a free identifier like the wish."""
         name = re.sub(r"\W+", "_", wish).strip("_") or "value"
         if name[0].isdigit():
             name = f"value_{name}"
@@ -79,9 +78,9 @@ class Inputs:
     Attributes:
         names: A Python identifier for every leaf.
         leaves: Tensors, cloned so that no two share memory, and constants.
-        spec: Structure that they came from.
-        batched: Indices of the leaves whose dim 0 is the batch.
-        batch: Size of the batch; 0 when no leaf has one.
+        spec: The structure of the arguments.
+        batched: The indices of the leaves whose dim 0 is the batch.
+        batch: The size of the batch; 0 if no leaf has one.
     """
 
     names: tuple[str, ...]
@@ -92,11 +91,11 @@ class Inputs:
 
     @property
     def tensors(self) -> list[int]:
-        """Indices of the leaves that are tensors."""
+        """The indices of the leaves that are tensors."""
         return [index for index, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """``(args, kwargs)`` with these leaves in place of the tensors."""
+        """Return ``(args, kwargs)`` with these leaves in place of the tensors."""
         filled = list(self.leaves)
         for index, leaf in zip(self.tensors, leaves, strict=True):
             filled[index] = leaf
@@ -104,17 +103,17 @@ class Inputs:
         return args, kwargs
 
     def resized(self, batch: int) -> Inputs:
-        """The same sample with another batch size: rows repeated from the start, or cut."""
+        """Return the sample with another batch size: rows repeated from the start, or dropped."""
         rows = [row % self.batch for row in range(batch)]
         leaves = [leaf[rows] if i in self.batched else leaf for i, leaf in enumerate(self.leaves)]
         return Inputs(self.names, tuple(leaves), self.spec, self.batched, batch)
 
     def fixed(self) -> Inputs:
-        """The same with no dim that is the batch."""
+        """Return the sample without batch dims."""
         return Inputs(self.names, self.leaves, self.spec, (), 0)
 
     def moved(self, device: torch.device | str) -> Inputs:
-        """The same with every tensor on a device; those without values are zeros there."""
+        """Return the sample with every tensor on a device; tensors without values become zeros."""
         leaves = [_on(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return Inputs(self.names, tuple(leaves), self.spec, self.batched, self.batch)
 
@@ -127,11 +126,11 @@ def _on(leaf: Tensor, device: torch.device | str) -> Tensor:
 def flatten_inputs(
     forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], batch_dims: BatchDims = "auto"
 ) -> Inputs:
-    """Take the arguments of a forward apart.
+    """Flatten the arguments of a forward.
 
     Raises:
-        TraceError: They do not fit the forward, or one is an object that is neither a tensor, nor a plain
-            value, nor a container of them that torch's pytree knows.
+        TraceError: They do not fit the forward, or one is neither a tensor, nor a plain value, nor a
+            container of them that torch's pytree knows.
     """
     _check_fit(forward, args, kwargs)
     paths, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
@@ -191,7 +190,7 @@ def _label(path: tuple[Any, ...], roots: list[str]) -> str:
 
 
 def _copy(leaf: Tensor) -> Tensor:
-    # Tensors that share memory would be taken for one input: ids and labels are often the same tensor.
+    # Clones, because the exporter merges tensors that share memory: ids and labels are often the same tensor.
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
@@ -212,48 +211,47 @@ def _find_batch(leaves: Sequence[Any]) -> tuple[tuple[int, ...], int]:
     return found, batch
 
 
-# What tracing raises: always with the line of the user's code that it is about.
+# Errors of tracing always name the line of the user's code.
 
 
 class TraceError(UnsupportedError):
-    """The forward cannot be turned into a graph; the message names the submodule and the source line."""
+    """The forward cannot be traced to a graph; the message names the submodule and the source line."""
 
 
-# Nested values taken apart into tensors and a structure of `Slot`s, and put together again.
-#
-# Owns what objects may come out of a forward: containers, dataclasses, named tuples, `ModelOutput`s and
-# their caches. Knows nothing of graphs.
+# Nested values split into tensors and a structure of `Slot`s, and back. This section knows the objects that a
+# forward may return: containers, dataclasses, named tuples, `ModelOutput`s and their caches. It knows no
+# graphs.
 
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-class Refusal(Exception):  # noqa: N818 # never leaves the package: it says why a submodule is kept whole
-    """Why a submodule cannot be traced; raised where it is noticed, placed by the traceback."""
+class Refusal(Exception):  # noqa: N818 # never leaves the package: the reason for a fallback to eager
+    """The reason why a submodule cannot be traced; the traceback shows its place."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor was.
+    """The position of a tensor in a structure.
 
     Attributes:
-        index: Its number among the tensors.
+        index: The index of the tensor.
     """
 
     index: int
 
 
 def take_apart(value: Any, tensors: list[Tensor], *, dropped: list[str] | None = None) -> Any:
-    """The structure of a value, its tensors appended to a list.
+    """Return the structure of a value, and append its tensors to a list.
 
     Args:
-        value: The value that a forward returned or was given.
-        tensors: The list that its tensors are added to.
-        dropped: The list that classes of transformers' key-value caches are added to, which are left out as
-            None then: nothing reads them in training. None keeps them.
+        value: The argument or result of a forward.
+        tensors: The list that gets the tensors.
+        dropped: The list that gets the classes of transformers' key-value caches. These become None, because
+            training does not read them. None keeps the caches.
 
     Raises:
-        Refusal: It holds an object that cannot be made again from its parts.
+        Refusal: The value holds an object that cannot be rebuilt from its fields.
 
     Example:
         >>> tensors = []
@@ -280,7 +278,7 @@ def take_apart(value: Any, tensors: list[Tensor], *, dropped: list[str] | None =
 
 
 def put_together(structure: Any, tensors: Sequence[Any]) -> Any:
-    """The value that `take_apart` took apart, with other tensors."""
+    """Rebuild the value of `take_apart` with other tensors."""
 
     def fill(part: Any) -> Any:
         return tensors[part.index] if isinstance(part, Slot) else part
@@ -291,7 +289,7 @@ def put_together(structure: Any, tensors: Sequence[Any]) -> Any:
 def map_slots(
     structure: Any, leaf: Callable[[Any], Any], *, make: Callable[[Make], Any] | None = None
 ) -> Any:
-    """A structure with every part that is no container replaced."""
+    """Return a structure with every item that is no container replaced."""
 
     def go(part: Any) -> Any:
         return map_slots(part, leaf, make=make)
@@ -353,9 +351,8 @@ def _cache(value: Any, go: Callable[[Any], Any]) -> Make:
     return Make(_location(type(value)), {"ddp_cache_data": go(layers)})
 
 
-# Where in the user's code something happened: by traceback, and by the notes on a trace's operators.
-#
-# Owns what a source line looks like, and which submodule an error is to blame on.
+# The place of an event in the user's code: by traceback, and by the notes on a trace's operators. This
+# section formats source lines, and finds the submodule that caused an error.
 
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -366,12 +363,12 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+')
 
 @dataclass(frozen=True)
 class Blame:
-    """The submodule that a failed trace is due to.
+    """The submodule that caused a failed trace.
 
     Attributes:
-        fqn: The innermost submodule that was running; ``""`` is the root.
+        fqn: The innermost running submodule; ``""`` is the root.
         source: The user's line.
-        reason: Says in few words what went wrong.
+        reason: The reason in a few words.
     """
 
     fqn: str
@@ -383,7 +380,7 @@ class Blame:
 
 
 def blame(error: BaseException, root: nn.Module) -> Blame:
-    """The submodule in whose code an error was raised."""
+    """Return the submodule whose code raised an error."""
     names = {id(vars(module)): name for name, module in root.named_modules()}
     best = Blame("", "", _reason(error))
     for part in _chain(error):
@@ -423,7 +420,7 @@ def _line(path: str, number: int) -> str:
 
 
 def source_of(stack_trace: str | None) -> str:
-    """The user's line in a note that a trace left on an operator, and torch's own where it differs.
+    """Return the user's line in the note of an operator, and torch's own line if it differs.
 
     Example:
         >>> source_of(None)
