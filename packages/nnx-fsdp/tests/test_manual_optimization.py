@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jobs.manual_jobs import Adversaries, Interleaved, LookingAgain, train
+from jobs.manual_jobs import Adversaries, Interleaved, LookingAgain, PenaltyBefore, ZeroedByStep, train
 from nnx_conformance.checks.user_patterns.gradients import PipelineSplitBackward
 from nnx_conformance.comparing import expect_same_run
 from nnx_conformance.pool import JobError, WorkerPool
@@ -22,7 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.quick(every=6)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-@pytest.mark.parametrize("model", [Adversaries, LookingAgain])
+@pytest.mark.parametrize("model", [Adversaries, LookingAgain, PenaltyBefore, ZeroedByStep])
 def test_a_step_may_call_parts_and_forwards_as_it_likes(
     pool: WorkerPool, options: dict[str, Any], model: Any
 ) -> None:

@@ -195,7 +195,7 @@ class _ParameterPart(_PiecePart):
         self._weights.writes.add(self.piece.parameter, whole, before)
 
     def drop_leaf(self) -> None:
-        """Drop the leaf, because no further loss can depend on it."""
+        """Gather again for the next loss; a loss that depends on what was gathered keeps it."""
         self._leaf = None
 
     def gradient_shown(self) -> Tensor | None:
@@ -301,7 +301,9 @@ class Weights(GuardedParameters[_PiecePart, _ParameterPart]):
         """Restore the class of parameters."""
         self.flush()
         for parameter in parameters:
-            if self._parts.pop(parameter, None) is not None:
+            part = self._parts.pop(parameter, None)
+            if part is not None:
+                self._differentiated.discard(part)
                 unguard(parameter)
 
     def before_gather(self, part: _PiecePart) -> None:
@@ -329,12 +331,16 @@ class Weights(GuardedParameters[_PiecePart, _ParameterPart]):
                     "`use_lottery_ticket_hypothesis=False`.",
                 )
 
+    def settle(self) -> None:
+        """Complete the gradients, unless they accumulate unreduced: the last backward adds these together."""
+        if all(part.unit.unreduced_gradient(part.piece) is None for part in self._own_gradients):
+            super().settle()
+
     def begin_step(self) -> None:
-        """Drop the leaves of earlier steps, because no further loss can depend on them."""
+        """Free what was gathered; losses that depend on it keep it."""
         self.flush()
-        for part, _ in self._leaves:
+        for part in self._differentiated:
             part.drop_leaf()
-        self._leaves = [(part, leaf) for part, leaf in self._leaves if leaf.grad is not None]
 
     @property
     def has_hooks(self) -> bool:
@@ -346,6 +352,6 @@ class Weights(GuardedParameters[_PiecePart, _ParameterPart]):
     def end_backward(self) -> None:
         """Average the gradients of gathered reads, and add them to the units' gradients. Collective."""
         with local_mode():
-            self._add_gradients_of_leaves()
+            self._add_own_gradients()
             for part in self._parts.values():
                 part.call_hooks()

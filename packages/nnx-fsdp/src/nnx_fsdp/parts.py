@@ -359,7 +359,7 @@ class ParameterPart(ShardedPart):
             tensor.grad._local_tensor.add_(mean._local_tensor)  # type: ignore[attr-defined]
 
     def drop_leaf(self) -> None:
-        """Drop the leaf, because no further loss can depend on it."""
+        """Gather again for the next loss; a loss that depends on what was gathered keeps it."""
         self._leaf = None
 
     def release(self) -> None:

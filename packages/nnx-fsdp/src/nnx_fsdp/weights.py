@@ -113,7 +113,8 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
         for unit in self._units:
             unit.release()
         self._parts.clear()
-        self._leaves.clear()
+        self._differentiated.clear()
+        self._own_gradients.clear()
         self._assigned.clear()
         self._units.clear()
         self.modules.clear()
@@ -155,9 +156,8 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
                 them.
         """
         self.flush()
-        for part, _ in self._leaves:
+        for part in self._differentiated:
             part.drop_leaf()
-        self._leaves.clear()
         self._follow_parameters()
         self._in_step = inner_backwards
         try:
@@ -254,7 +254,7 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
             yield
             with local_mode():
                 self._reduce_rest()
-                self._add_gradients_of_leaves()
+                self._add_own_gradients()
                 for part in hooked:
                     self._call_hooks(part, before.pop(part))
         finally:
@@ -277,11 +277,10 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
         for unit in self._units:
             for held in unit.parameters:
                 held.drop_unreduced_gradient()
-        for _, leaf in self._leaves:
-            leaf.grad = None
+        self._own_gradients.clear()
 
     def _reduce_rest(self) -> None:
-        """Reduce gradients that arrived after their unit's reduction, as of a weight that earlier layers use."""
+        """Reduce gradients that came after their unit's reduction, as of a weight that others use."""
         for unit in self._units:
             if unit.reduces and any(held.has_gradient_left for held in unit.parameters):
                 unit.reduce_rest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn, optim
 from torch.nn.functional import mse_loss
 
@@ -36,6 +37,55 @@ class Adversaries(Plain):
     def configure_optimizers(self) -> Any:
         around = nn.ModuleList([self.embed, self.head])
         return [optim.SGD(self.blocks.parameters(), lr=0.1), optim.SGD(around.parameters(), lr=0.1)]
+
+
+class PenaltyBefore(Plain):
+    """Reads weights before the step whose loss depends on them, and accumulates by plain backwards."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.automatic_optimization = False
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.__dict__["penalty"] = sum(parameter.pow(2).sum() for parameter in self.parameters())
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch) + 0.1 * self.__dict__.pop("penalty")
+        self.record(loss)
+        loss.backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class _NormalizedSGD(optim.SGD):
+    """Divides by the norm of each gradient, and drops the gradients when it has stepped."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(parameter.grad.norm() + 1.0)
+        super().step()
+        self.zero_grad()
+
+
+class ZeroedByStep(Plain):
+    """The optimizer drops gradients in its step, and nothing else does."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        loss = self.loss(batch)
+        self.record(loss)
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+    def configure_optimizers(self) -> Any:
+        return _NormalizedSGD(self.parameters(), lr=0.1)
 
 
 class Interleaved(PipelineSplitBackward):

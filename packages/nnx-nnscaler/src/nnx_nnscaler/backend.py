@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from nnx_base._torch_compat import local_mode
 from nnx_base.shard import Shard, shard_of
+from nnx_checkpoint.reading.state import ModelState
 from nnx_core import random_state
 from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.backend import ParallelContext, Sample
@@ -67,7 +68,7 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
     def __init__(self, options: NnScalerOptions) -> None:
         super().__init__(options)
         self._laid_out: dict[nn.Module, LaidOut] = {}
-        self._masters = Masters(())
+        self._masters = Masters()
         self._random_state_may_differ = False
         self._scaler: torch.amp.GradScaler | None = None
         self.axes: Axes
@@ -141,7 +142,7 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
         if self.options.fp32_masters:
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
             with local_mode():
-                self._masters = Masters(p for group in groups for p in group["params"])
+                self._masters.add(p for group in groups for p in group["params"])
 
     def _cut_state(self, optimizer: Optimizer) -> None:
         """Shard the state that an optimizer made at construction, when it saw unsharded parameters."""
@@ -161,7 +162,7 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
         if laid_out is not None:
             self._order.forget()  # from here all ranks gather the same
             laid_out.undo(self.at_end)
-        self._masters = Masters(())
+        self._masters.discard(module.parameters())
         return {}
 
     def run_step(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -237,6 +238,14 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
         """Return the parameters, and their float32 master weights."""
         parameters = [laid_out.parameters for laid_out in self._laid_out.values()]
         return [*parameters, self._masters.of(optimizer)]
+
+    def model_state(self, module: nn.Module) -> ModelState:
+        """Handles on the shards, with the values that user code has written into them since the last step."""
+        for laid_out in self._of(module):
+            laid_out.parameters.flush()
+        with local_mode():
+            self._masters.take_over()
+        return super().model_state(module)
 
     def state_parts(self, module: nn.Module) -> StateParts:
         """Return a view of the optimizer state that reads as unsharded."""

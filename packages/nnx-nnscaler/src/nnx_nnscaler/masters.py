@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from nnx_core._torch_compat import foreach_copy_
 from nnx_nnscaler.runtime.buckets import assign_buckets, views_like
 
+_HALF = (torch.float16, torch.bfloat16)
+
 _GROUP_BYTES = 8 << 20
 """Bytes of parameters that are copied together: enough to hide launches, few enough for temporary copies."""
 
@@ -31,14 +33,31 @@ class Masters:
         lent: The data and the gradient of each parameter that stands for its copy now.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        halves = [p for p in parameters if p.dtype in (torch.float16, torch.bfloat16)]
-        buckets = assign_buckets(halves, [_GROUP_BYTES])
-        self._groups = [_Group([halves[place] for place in places]) for places in buckets]
+    def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
+        self._groups: list[_Group] = []
         self.copies: dict[nn.Parameter, Tensor] = {}
-        for group in self._groups:
+        self.lent: dict[nn.Parameter, _Lent] = {}
+        self.add(parameters)
+
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Copy the half precision parameters that have no copy yet."""
+        halves = [p for p in parameters if p.dtype in _HALF and p not in self.copies]
+        buckets = assign_buckets(halves, [_GROUP_BYTES])
+        for group in [_Group([halves[place] for place in places]) for places in buckets]:
+            self._groups.append(group)
             self.copies |= group.copies
-        self.lent: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
+
+    def discard(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Free the copies of a module's parameters, which were added together."""
+        gone = set(parameters)
+        self._groups = [group for group in self._groups if gone.isdisjoint(group.copies)]
+        self.copies = {parameter: copy for group in self._groups for parameter, copy in group.copies.items()}
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Take writes to parameters, by anything but a step, over into their copies."""
+        for group in self._groups:
+            group.take_over()
 
     def of(self, optimizer: Optimizer) -> LentMasters:
         """Return the parameters of an optimizer for its step and its closure."""
@@ -54,7 +73,7 @@ class Masters:
                 group.take_over()
             gradients = _in_float32([parameter.grad for parameter in lent])
             for parameter, gradient in zip(lent, gradients, strict=True):
-                self.lent[parameter] = parameter.data, parameter.grad
+                self.lent[parameter] = _Lent(parameter.data, parameter.grad, gradient)
                 parameter.grad = None
                 parameter.data = self.copies[parameter]
                 parameter.grad = gradient
@@ -66,9 +85,10 @@ class Masters:
         for group in self._groups:
             lent = [parameter for parameter in group.copies if parameter in wanted]
             for parameter in lent:
-                half, gradient = self.lent.pop(parameter)
+                before = self.lent.pop(parameter)
+                gradient = before.gradient_after(parameter.grad)
                 parameter.grad = None
-                parameter.data = half
+                parameter.data = before.data
                 parameter.grad = gradient
             group.publish(lent)
 
@@ -77,6 +97,33 @@ class Masters:
         """Copy masters to the parameters, after the masters were loaded."""
         for group in self._groups:
             group.publish(list(group.copies))
+
+
+class _Lent:
+    """The half precision data and gradient of a parameter that is its float32 copy now.
+
+    Args:
+        data: The data.
+        gradient: The gradient, or None.
+        in_float32: The float32 gradient in its place.
+    """
+
+    def __init__(self, data: Tensor, gradient: Tensor | None, in_float32: Tensor | None) -> None:
+        self.data, self._gradient, self._in_float32 = data, gradient, in_float32
+        self._version = 0 if in_float32 is None else in_float32._version
+
+    def gradient_after(self, gradient: Tensor | None) -> Tensor | None:
+        """Return the half precision gradient, after a step may have changed or dropped it.
+
+        Args:
+            gradient: The gradient that the step has left.
+        """
+        if gradient is None or (gradient is self._in_float32 and gradient._version == self._version):
+            return None if gradient is None else self._gradient
+        own = self._gradient
+        if own is None or own.layout != gradient.layout or own.is_sparse:
+            return gradient.to(self.data.dtype)
+        return own.copy_(gradient)
 
 
 class LentMasters:

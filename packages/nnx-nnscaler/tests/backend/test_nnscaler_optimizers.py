@@ -60,6 +60,39 @@ def test_masters_take_over_a_weight_that_was_changed_between_steps():
     assert masters.copies[weight].tolist() == [4.0, 0.0]
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_may_drop_or_change_gradients_of_masters(set_to_none):
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    masters, optimizer = Masters([weight]), torch.optim.SGD([weight])
+    weight.grad = torch.ones(2, dtype=torch.bfloat16)
+    with masters.of(optimizer).stepping():
+        optimizer.zero_grad(set_to_none=set_to_none)
+        with masters.of(optimizer).user_code():
+            weight.sum().backward()
+        weight.grad.mul_(0.5)
+    assert weight.grad.dtype == torch.bfloat16
+    assert weight.grad.tolist() == [0.5, 0.5]
+
+
+def test_masters_of_several_models_come_and_go_one_by_one():
+    one, two = (nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))
+    masters = Masters([one])
+    copy = masters.copies[one]
+    masters.add([one, two])
+    assert masters.copies[one] is copy and set(masters.copies) == {one, two}
+    masters.discard([one])
+    assert set(masters.copies) == {two}
+
+
+def test_masters_take_over_a_weight_that_was_changed_before_a_save():
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    masters = Masters([weight])
+    with torch.no_grad():
+        weight[0] = 5.0
+    masters.take_over()
+    assert masters.copies[weight].tolist() == [5.0, 1.0]
+
+
 def test_masters_leave_float32_alone_and_publish_what_was_loaded():
     half, single = nn.Parameter(torch.ones(2, dtype=torch.float16)), nn.Parameter(torch.ones(2))
     masters = Masters([half, single])

@@ -221,11 +221,12 @@ def _new_like(
 def repoint_optimizer(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Replace parameters in an optimizer that was built before.
 
-    Its param group dicts stay the same objects, because schedulers and callbacks refer to them.
+    Its param group dicts and their lists stay the same objects: schedulers and callbacks keep working, and so
+    does an optimizer with another name for a list, as `LBFGS` has.
     """
     if not replaced:
         return
     for group in optimizer.param_groups:
-        group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+        group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
     for old in [cast("nn.Parameter", key) for key in optimizer.state if key in replaced]:
         optimizer.state[replaced[old]] = optimizer.state.pop(old)

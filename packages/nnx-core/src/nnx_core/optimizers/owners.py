@@ -81,6 +81,7 @@ class Owned:
         membership: Its groups' parameters when that was found out.
         routes: The parameters that owners step.
         places: The complete parameters that take the places of this rank's own in a step.
+        gradients: The complete gradients that owners got for a step, and their versions then.
         has_state: True if owners have state, by a step, by resuming, or from before.
     """
 
@@ -88,6 +89,7 @@ class Owned:
     membership: tuple[tuple[int, ...], ...]
     routes: dict[nn.Parameter, Route] = field(default_factory=dict)
     places: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    gradients: dict[nn.Parameter, tuple[Tensor, int]] = field(default_factory=dict)
     has_state: bool = False
 
 

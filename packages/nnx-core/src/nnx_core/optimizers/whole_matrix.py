@@ -65,6 +65,8 @@ T = TypeVar("T")
 
 _DONE, _EVALUATE, _FAILED = 0, 1, 2
 
+_DROPPED, _WRITTEN = 1, 2
+
 
 class OwnerRanks:
     """Steps the optimizers of one engine whose updates need whole parameters.
@@ -250,6 +252,11 @@ class OwnerRanks:
                 place.grad = torch.empty_like(place)
             items.append((route, self._gradient(parameter, weight), None if place is None else place.grad))
         self._exchange(to_owner(items))
+        owned.gradients = {
+            parameter: (place.grad, place.grad._version)
+            for parameter, place in owned.places.items()
+            if place.grad is not None
+        }
         return {parameter: owned.places.get(parameter) for parameter in owned.routes}
 
     def _have_gradients(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
@@ -270,14 +277,40 @@ class OwnerRanks:
     @torch.no_grad()
     def _scatter(self, owned: Owned) -> None:
         """Give every rank its part of what owners have in their parameters' places, and free these."""
-        items = [
+        items: list[Item] = [
             (route, self._shard(parameter).data, owned.places.get(parameter))
             for parameter, route in owned.routes.items()
         ]
-        self._exchange(from_owner(items))
+        self._exchange(from_owner([*items, *self._changed_gradients(owned)]))
+        owned.gradients.clear()
         for place in owned.places.values():
             place.grad = None
             place.data = place.data.new_empty(0)
+
+    def _changed_gradients(self, owned: Owned) -> list[Item]:
+        """Drop gradients that the step has dropped; return those that it has written. Collective.
+
+        A step may call `zero_grad`, and user code may count on it: the next backward adds to what is left.
+        """
+        flags = torch.zeros(len(owned.routes), dtype=torch.uint8, device=self._device)
+        for index, parameter in enumerate(owned.routes):
+            place, given = owned.places.get(parameter), owned.gradients.get(parameter)
+            if place is None or given is None:
+                continue
+            if place.grad is None:
+                flags[index] = _DROPPED
+            elif place.grad is not given[0] or place.grad._version != given[1]:
+                flags[index] = _WRITTEN
+        all_reduce(flags, dist.ReduceOp.MAX)
+        items: list[Item] = []
+        for (parameter, route), flag in zip(owned.routes.items(), flags.tolist(), strict=True):
+            if flag == _DROPPED:
+                parameter.grad = None
+            elif flag == _WRITTEN:
+                place = owned.places.get(parameter)
+                own = self._gradient(parameter, self._shard(parameter))
+                items.append((route, own, None if place is None else place.grad))
+        return items
 
     def _exchange(self, parcels: Sequence[Parcel]) -> None:
         """Send pieces of tensors where they belong, all of them in one collective."""

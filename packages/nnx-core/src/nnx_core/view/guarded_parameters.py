@@ -58,7 +58,9 @@ class GuardedParameters(Generic[G, P]):
     def __init__(self) -> None:
         self._parts: dict[nn.Parameter, P] = {}
         self._gathered: list[G] = []
-        self._leaves: list[tuple[P, Tensor]] = []
+        # Both outlive a step: a loss may depend on a tensor that was gathered before the step began.
+        self._differentiated: set[P] = set()
+        self._own_gradients: dict[P, Tensor] = {}
         self._in_backward = False
 
     def keep(self, part: G) -> None:
@@ -80,27 +82,31 @@ class GuardedParameters(Generic[G, P]):
             part.forget()
 
     def add_leaf(self, part: P, leaf: Tensor) -> None:
-        """Remember a gathered tensor that a loss may depend on."""
-        self._leaves.append((part, leaf))
+        """Collect the gradients of a gathered tensor that a loss may depend on."""
+        self._differentiated.add(part)
+
+        def collect(leaf: Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            known = self._own_gradients.get(part)
+            if gradient is not None:
+                self._own_gradients[part] = gradient if known is None else known + gradient
+
+        leaf.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
         """Complete the gradients after a backward that did not go through the strategy. Collective."""
-        if not self._in_backward and any(leaf.grad is not None for _, leaf in self._leaves):
-            self._add_gradients_of_leaves()
+        if not self._in_backward and self._own_gradients:
+            self._add_own_gradients()
 
-    def _add_gradients_of_leaves(self) -> None:
+    def _add_own_gradients(self) -> None:
         """Add the mean gradient of each gathered tensor that has one on some rank. Collective."""
-        found: dict[P, Tensor | None] = {}
-        for part, leaf in self._leaves:
-            gradient, leaf.grad = leaf.grad, None
-            known = found.get(part)
-            found[part] = gradient if known is None else known if gradient is None else known + gradient
-        if not found:
+        parts = [part for part in self._parts.values() if part in self._differentiated]
+        if not parts:
             return
-        wanted = used_anywhere([gradient is not None for gradient in found.values()])
-        for (part, gradient), is_wanted in zip(found.items(), wanted, strict=True):
+        own, self._own_gradients = self._own_gradients, {}
+        for part, is_wanted in zip(parts, used_anywhere([part in own for part in parts]), strict=True):
             if is_wanted:
-                part.add_mean_gradient(gradient)
+                part.add_mean_gradient(own.get(part))
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
