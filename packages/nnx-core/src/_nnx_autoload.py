@@ -1,11 +1,10 @@
 """The zero-import hook: `import torch` calls `autoload`, so that Lightning knows every nnx strategy.
 
 torch loads and calls each entry point of the group ``torch.backends``, and an exception there breaks
-`import torch` for everybody. So this file stands outside the package `nnx`, needs the standard library
-only, and catches everything. It waits until one of Lightning's four modules that hold a registry of
-strategies has been imported, and then asks `nnx_core.lightning.registration` to fill that registry.
-It never imports nnx, Lightning or torch by itself. ``NNX_AUTOLOAD=0`` turns it off; `import nnx`
-installs the same hook explicitly.
+`import torch`. So this file is outside of the package `nnx`, uses only the standard library, and catches all
+errors. After the import of one of Lightning's four modules with a registry of strategies, it calls
+`nnx_core.lightning.registration` to fill that registry. It never imports nnx, Lightning or torch by itself.
+``NNX_AUTOLOAD=0`` turns it off; `import nnx` installs the same hook explicitly.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ TARGETS = (
 )
 
 failures: list[str] = []
-"""What kept strategies from being registered in this process; `nnx doctor` shows it."""
+"""The errors that prevented the registration in this process; `nnx doctor` prints them."""
 
 
 class _Finder:
-    """Finds the target modules as Python would, and calls `_register` when one has been executed."""
+    """Finds the target modules as Python does, and calls `_register` after their execution."""
 
     @staticmethod
     def find_spec(
         fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Part of Python's import protocol."""
+        """Find a module, by Python's import protocol."""
         if fullname not in TARGETS:
             return None
         for finder in sys.meta_path:
@@ -60,7 +59,7 @@ _FINDER = _Finder()
 
 
 def _call_after_execution(loader: Any, fullname: str) -> None:
-    """Wrap this loader's `exec_module` once, and leave nothing behind afterwards."""
+    """Wrap this loader's `exec_module` for one call."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
@@ -83,7 +82,7 @@ def _register(fullname: str) -> None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # A plugin's own CI asks for the exception; everybody else keeps a working Lightning.
+        # A plugin's own CI requests the exception; for all others Lightning keeps working.
         if os.environ.get("NNX_STRICT_PLUGINS") == "1":
             raise
         _remember(fullname, error)
@@ -103,7 +102,7 @@ def _remember(fullname: str, error: BaseException) -> None:
 
 
 def install() -> None:
-    """Fill the registries that exist and watch for those that are imported later. Idempotent."""
+    """Fill the imported registries, and hook the import of the others. Idempotent."""
     if _FINDER in sys.meta_path:
         return
     sys.meta_path.insert(0, _FINDER)
@@ -128,12 +127,12 @@ def callbacks() -> list[Any]:
 
 
 def mirror_callbacks() -> list[Any]:
-    """The same for ``pytorch_lightning``."""
+    """Return our callbacks to each Trainer of ``pytorch_lightning``, if nnx is in use."""
     return _callbacks("mirror_callbacks")
 
 
 def _callbacks(maker: str) -> list[Any]:
-    # A Trainer that has nothing to do with nnx must not import it, nor fail because it is broken.
+    # A Trainer without nnx must neither import it nor fail because of it.
     if "nnx_core.lightning.checkpoint" not in sys.modules:
         return []
     import logging

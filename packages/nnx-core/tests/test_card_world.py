@@ -25,9 +25,9 @@ from nnx_base.ranks import (
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_conformance.training import mean_over_ranks
 from nnx_core.agree.collective_order import CollectiveOrder
+from nnx_core.agree.data_sharding import SharedBatches, make_shares
+from nnx_core.agree.divergence import Watch
 from nnx_core.agree.parameter_usage import used_anywhere
-from nnx_core.agree.shares import SharedBatches, make_shares
-from nnx_core.agree.watch import Watch
 from nnx_core.errors import DisagreementError
 from nnx_test_helpers import async_jobs, checkpoint_jobs
 

@@ -23,7 +23,7 @@ class Rows(Part):
     def description(self) -> Tensor:
         return WHOLE.to("meta")
 
-    def whole(self) -> Tensor:
+    def unsharded(self) -> Tensor:
         return WHOLE
 
     def value(self) -> Tensor:
@@ -32,7 +32,7 @@ class Rows(Part):
     def flush(self) -> None:
         """Nothing is changed here."""
 
-    def assign(self, whole: Tensor) -> None:
+    def assign(self, values: Tensor) -> None:
         raise NotImplementedError
 
     def gradient_shown(self) -> Tensor | None:

@@ -25,7 +25,7 @@ from nnx_core._torch_compat import tree_map_only
 from nnx_core.backend import ParallelContext, Sample
 from nnx_core.errors import UnsupportedError
 from nnx_core.parts_backend import PartsBackend, View
-from nnx_core.view.hidden_state import StateParts
+from nnx_core.view.hidden_optimizer_state import StateParts
 
 __all__ = [
     "ColossalAIBackend",

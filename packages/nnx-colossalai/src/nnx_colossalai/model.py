@@ -39,9 +39,9 @@ from nnx_colossalai.plan.units import FoundUnit, find_units
 from nnx_colossalai.stepper import Stepper
 from nnx_core.backend import ParallelContext, Sample, first_call
 from nnx_core.errors import NnxError, UnsupportedError
-from nnx_core.view.hidden_state import held_state
+from nnx_core.view.hidden_optimizer_state import held_state
 from nnx_core.view.modules import Layers
-from nnx_core.view.python_state import WentOnError
+from nnx_core.view.side_effects import IteratorAdvancedError
 
 __all__ = [
     "ChunkedModel",
@@ -153,7 +153,7 @@ class Placing:
     def _look(self, found: Sequence[FoundUnit], module: nn.Module, sample: Sample) -> Probe:
         try:
             call = first_call(module, sample)
-        except WentOnError:
+        except IteratorAdvancedError:
             raise
         except NnxError as error:
             return Probe(note=str(error))

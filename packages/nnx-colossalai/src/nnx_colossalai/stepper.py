@@ -36,7 +36,7 @@ from nnx_core._torch_compat import shadow_of
 from nnx_core.errors import NnxError
 from nnx_core.optimizers.step_arguments import take_closure
 from nnx_core.options import check_choice
-from nnx_core.view.hidden_state import held_state
+from nnx_core.view.hidden_optimizer_state import held_state
 from nnx_core.view.pending import guard_pending, unguard_pending
 
 T = TypeVar("T")

@@ -279,7 +279,7 @@ def test_a_step_that_goes_on_with_a_generator_is_refused_and_not_left_out_of_the
         accelerator="cpu", devices=1, strategy=nnx.strategy("colossalai", device_memory="1MiB"), logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, max_steps=1,
     )  # fmt: skip
-    with pytest.raises(UnsupportedError, match="went on with 'rates'"):
+    with pytest.raises(UnsupportedError, match="advanced 'rates'"):
         trainer.fit(GoesOn(), DataLoader(TensorDataset(torch.ones(4, 20)), batch_size=2))
 
 

@@ -122,21 +122,21 @@ PRIVATE_NAMES = {
     "Optimizer._optimizer_step_pre_hooks": Private("the first step on a rank that owns no part raises"),
     "UntypedStorage._cdata": Private(_STEP),
 }
-"""The private names of torch that this module uses, and what happens where torch lacks one."""
+"""The private names of torch that this module uses, and the effect of a missing one."""
 
 guarded_mode = torch._C._EnableTorchFunction
-"""Context, within local mode, in which the user's code sees whole tensors again."""
+"""Context inside local mode in which user code reads unsharded tensors again."""
 in_guarded_mode = torch._C._is_torch_function_enabled
-"""Whether guarded tensors are whole here."""
+"""Returns True if guarded tensors read as unsharded here."""
 IncompatibleKeys = _IncompatibleKeys
-"""What `load_state_dict` returns."""
+"""The result type of `load_state_dict`."""
 
 foreach_clamp_max_, foreach_clamp_min_ = torch._foreach_clamp_max_, torch._foreach_clamp_min_
 foreach_copy_, foreach_mul_ = torch._foreach_copy_, torch._foreach_mul_
 foreach_div, foreach_norm, foreach_pow = torch._foreach_div, torch._foreach_norm, torch._foreach_pow
 
 NO_BACKWARD = -1
-"""What `current_backward` returns outside of any."""
+"""The result of `current_backward` outside of a backward."""
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -147,7 +147,7 @@ reduce_scatter_into = getattr(_new, "reduce_scatter_single", None) or dist.reduc
 
 
 def versions_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Afterwards torch's counts of writes into tensors are what they were.
+    """Restore the version counters of tensors at the end of a context.
 
     Args:
         tensors: The tensors, none of which was made in inference mode.
@@ -157,7 +157,7 @@ def versions_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
 
 
 def exchange_in_transforms(kind: type, exchange: Callable[[Any], Any]) -> None:
-    """Exchange tensors that ``torch.func.grad``, ``vjp``, ``jvp`` and their like are given and would wrap.
+    """Replace tensors in the arguments of ``torch.func.grad``, ``vjp``, ``jvp`` and the like.
 
     Args:
         kind: The kind of the tensors.
@@ -175,14 +175,14 @@ def exchange_in_transforms(kind: type, exchange: Callable[[Any], Any]) -> None:
 
 
 def when_backward_ends(then: Callable[[], None]) -> None:
-    """Within a backward: call a function when it has ended well, after those that were given before."""
+    """Call a function at the end of the current backward (if it succeeds), after earlier ones."""
     Variable._execution_engine.queue_callback(then)
 
 
 def run_step_hooks(
     optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any], *, before: bool
 ) -> None:
-    """Do what torch does around the step of an optimizer that does not run on this rank.
+    """Run torch's hooks around the step of an optimizer that runs on another rank.
 
     Args:
         optimizer: The optimizer with the hooks; its schedulers see that it was stepped.
@@ -207,7 +207,7 @@ _HOOKS_OF_OPTIMIZERS = (
 
 
 def complete_optimizer(optimizer: Optimizer) -> None:
-    """Give an optimizer whose class does not call `Optimizer.__init__` the hooks that this would have made.
+    """Add the hook attributes to an optimizer whose class does not call `Optimizer.__init__`.
 
     Those that wrap another optimizer, such as Lookahead as it is often copied, do not.
     """
@@ -215,14 +215,14 @@ def complete_optimizer(optimizer: Optimizer) -> None:
     if all(isinstance(hooks, OrderedDict) for hooks in own.values()):
         return
     optimizer.defaults = getattr(optimizer, "defaults", {})
-    # What a pickled optimizer of an older torch goes through.
+    # torch uses this for pickled optimizers of older versions.
     Optimizer.__setstate__(optimizer, {name: OrderedDict(hooks or {}) for name, hooks in own.items()})
 
 
 def shadow_of(
     optimizer: OptimizerT, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]] | None = None
 ) -> OptimizerT:
-    """An optimizer of the same class and settings over other groups and state, without the user's hooks."""
+    """Copy an optimizer, with other groups and state, and without the user's hooks."""
     shadow = object.__new__(type(optimizer))
     vars(shadow).update(vars(optimizer))
     for wrapped in ("step", "zero_grad"):  # what schedulers and strategies put on the user's object
@@ -233,27 +233,27 @@ def shadow_of(
 
 
 def storage_users(tensor: Tensor) -> int:
-    """How many tensors and others hold the storage of a tensor."""
+    """Return the number of references to the storage of a tensor."""
     return users_of_storage(tensor.untyped_storage())
 
 
 def users_of_storage(storage: torch.UntypedStorage) -> int:
-    """How many tensors and others hold a storage."""
+    """Return the number of references to a storage."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def current_backward() -> int:
-    """A number of the backward that this thread is in; one within another has its own."""
+    """Return the id of the current thread's backward; a nested backward has its own."""
     return int(torch._C._current_graph_task_id())
 
 
 def end_of_backward(tensor: Tensor) -> Any:
-    """The node of the graph that a backward reaches last for a tensor; with gradients enabled."""
+    """Return the last graph node that a backward reaches for a tensor; with gradients enabled."""
     return _get_grad_fn_or_grad_acc(tensor)
 
 
 def will_execute(node: Any) -> bool:
-    """Return True if the backward that this thread is in comes by a node.
+    """Return True if the current thread's backward reaches a node.
 
     Raises:
         RuntimeError: The backward does not tell: it is one of ``torch.autograd.grad``.
@@ -262,12 +262,12 @@ def will_execute(node: Any) -> bool:
 
 
 def state_of(module: Any) -> Any:
-    """Return FSDP2's state of a module that ``fully_shard`` was called on."""
+    """Return FSDP2's state of a module, after ``fully_shard``."""
     return fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 def states_of(root: nn.Module) -> Iterator[Any]:
-    """That of each such module, the root first."""
+    """Return FSDP2's state of each module with one, the root first."""
     return (state_of(module) for module in root.modules() if issubclass(type(module), FSDPModule))
 
 
@@ -303,7 +303,7 @@ def begin_anew(states: Iterable[Any]) -> None:
 
 
 def forget_dtensors() -> None:
-    """Empty what torch keeps of operations on DTensors, which holds meshes of worlds that were destroyed.
+    """Clear torch's caches of DTensor operations, which keep meshes of destroyed worlds alive.
 
     Their groups stay with them, with threads and sockets. Later requests compute them again.
     """

@@ -7,13 +7,12 @@ The core calls a backend in this order::
     parallelize(module, sample)      lay parameters out; returns old -> new parameters
     setup_optimizers(module, optimizers)
     per step:  run_step, no_sync, backward, clip_grad_norm / clip_grad_value, optimizer_step;
-               publish_gradients and collect_gradients around code of the user's that may look at ``p.grad``
+               publish_gradients and collect_gradients around user code that may read ``p.grad``
     state(), allocate_optimizer_state(), finish_load()
     teardown(module)
 
-Everything but `parallelize` and `unparallelize` has a default that suits engines whose parameters
-are plain tensors or DTensors on the user's own module. ``docs/backend-contract.md`` shows how four
-very different engines sit on it.
+All members except `parallelize` and `unparallelize` have a default for engines whose parameters are plain
+tensors or DTensors on the user's own module. ``docs/backend-contract.md`` shows four different engines.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ OptionsT = TypeVar("OptionsT")
 T = TypeVar("T")
 
 Sample = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
-"""Yields positional and keyword example inputs of the module's forward; only tracing engines call it."""
+"""Returns positional and keyword example inputs of the module's forward; only tracing engines call it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +65,7 @@ class Call:
     """A call of a module's forward.
 
     Attributes:
-        module: The module that is called: the root, or the submodule that its steps call in its place.
+        module: The called module: the root, or the submodule that its steps call in its place.
         args: Positional arguments.
         kwargs: Keyword arguments.
     """
@@ -77,11 +76,11 @@ class Call:
 
 
 def first_call(module: nn.Module, sample: Sample) -> Call:
-    """The call of the model that a step begins with, as far as the sample knows it.
+    """Return the first call of the model in a step.
 
-    Trainer's sample looks at what the running stage's step does with the first batch, because
-    ``training_step`` may take the batch apart before it calls ``self(x)``, or call ``self.model(x)`` instead.
-    Any other sample yields inputs of the root's forward.
+    Trainer's sample runs the running stage's step on the first batch up to that call, because
+    ``training_step`` may unpack the batch before it calls ``self(x)``, or call ``self.model(x)`` instead. Any
+    other sample returns inputs of the root's forward.
     """
     find: Callable[[], Call] | None = getattr(sample, "first_call", None)
     return find() if find is not None else Call(module, *sample())
@@ -89,17 +88,17 @@ def first_call(module: nn.Module, sample: Sample) -> Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelContext:
-    """The place of this process among the others, its device and its precision.
+    """The rank of this process, its device and its precision.
 
     Attributes:
         device: The device of this rank.
-        rank: Global rank.
-        world_size: Number of ranks.
-        local_rank: Rank within the node.
-        local_world_size: Ranks on each node.
-        num_nodes: Number of nodes.
-        precision: Lightning's precision string, such as ``"bf16-mixed"``; for information, the
-            precision plugin applies it.
+        rank: The global rank.
+        world_size: The number of ranks.
+        local_rank: The rank within the node.
+        local_world_size: The number of ranks on each node.
+        num_nodes: The number of nodes.
+        precision: Lightning's precision string, such as ``"bf16-mixed"``, for information; the precision
+            plugin applies it.
     """
 
     device: torch.device
@@ -113,7 +112,7 @@ class ParallelContext:
 
 @dataclass(frozen=True, kw_only=True)
 class NoOptions:
-    """The options of an engine that has none of its own."""
+    """The options of an engine without options of its own."""
 
 
 class Backend(ABC, Generic[OptionsT]):
@@ -123,15 +122,15 @@ class Backend(ABC, Generic[OptionsT]):
         options: An instance of the class's `Options`, checked by its own ``__post_init__``.
 
     Attributes:
-        Options: Frozen dataclass of the engine's keyword-only options; none unless the engine says so.
-        context: Set by `setup`.
-        evaluation_without_inference_mode: True if evaluation must run under ``no_grad``, because tensors
-            made in inference mode would end up in the engine's parameters.
-        reduces_in_backward: True if gradients are reduced only where they come by `backward`. Trainer then
-            refuses ``loss.backward()`` in manual optimization, where nothing would reduce them.
-        own_batch: The option that lets each rank read batches of its own, where ranks may share one.
-        gather_at_end: The ranks that hold whole weights after the run; set by the adapter.
-        is_watched: True if the ranks are compared after this step; set by `nnx_core.agree.watch`.
+        Options: A frozen dataclass of the engine's keyword-only options; by default without options.
+        context: The `ParallelContext`; `setup` sets it.
+        evaluation_without_inference_mode: True if evaluation must run under ``no_grad``, because the engine
+            would store tensors of inference mode in its parameters.
+        reduces_in_backward: True if only `backward` reduces gradients. Trainer then refuses
+            ``loss.backward()`` in manual optimization.
+        own_batch: The option that gives each rank batches of its own, for engines whose ranks share batches.
+        gather_at_end: The ranks that hold unsharded weights after the run; set by the adapter.
+        is_watched: True if the ranks are compared after this step; set by `nnx_core.agree.divergence`.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
@@ -150,16 +149,16 @@ class Backend(ABC, Generic[OptionsT]):
         return type(self), (self.options,)
 
     def setup(self, context: ParallelContext) -> None:
-        """Take this rank's place: create meshes and groups. Collective; the world group exists.
+        """Create meshes and groups for this rank. Collective; the world group exists.
 
         Raises:
-            UnsupportedError: The device, precision or world cannot be served.
+            UnsupportedError: The device, precision or world size is not supported.
         """
         self.context = context
 
     @property
     def data_parallel_rank_and_size(self) -> tuple[int, int]:
-        """Which share of the data this rank reads: ranks that work on one sample together agree."""
+        """The share of the data that this rank reads; ranks that compute a sample together share it."""
         return self.context.rank, self.context.world_size
 
     def share_before_setup(
@@ -167,13 +166,13 @@ class Backend(ABC, Generic[OptionsT]):
     ) -> tuple[int, int] | None:
         """Predict `data_parallel_rank_and_size` before `setup`, for loaders that are made earlier.
 
-        By default None, for not known yet, where the engine has a `data_parallel_rank_and_size` of its own.
+        The default is None, for unknown, if the engine overrides `data_parallel_rank_and_size`.
         """
         has_own = type(self).data_parallel_rank_and_size is not Backend.data_parallel_rank_and_size
         return None if has_own else (rank, world_size)
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """Active while the user's module is built, for engines that shard or wrap at construction."""
+        """Return the context in which the user's module is built, to shard or wrap at construction."""
         return nullcontext()
 
     @abstractmethod
@@ -184,13 +183,12 @@ class Backend(ABC, Generic[OptionsT]):
         Calling it again on a module that is already laid out must change nothing.
 
         Args:
-            module: The user's module, built alike on every rank. Where its values differ, those of rank 0
-                count on all of them. Parameters may be on the meta device.
-            sample: Lazily yields example inputs.
+            module: The user's module, built alike on every rank. Rank zero's values are broadcast. Parameters
+                may be on the meta device.
+            sample: Returns example inputs.
 
         Returns:
-            For every parameter object that was replaced, the object that took its place, so that
-            optimizers built earlier can be re-pointed.
+            The replacement of every replaced parameter object, to update existing optimizers.
         """
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -201,53 +199,53 @@ class Backend(ABC, Generic[OptionsT]):
         """
 
     def exchange_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Take over the optimizers that user code has put in the place of others while training.
+        """Take over optimizers after user code has replaced some of them during training.
 
-        Called before the next step of any rank. The default does nothing, which is right where any optimizer
-        may step the module's parameters.
+        Called before the next step of any rank. The default does nothing, for engines in which any optimizer
+        can step the module's parameters.
 
         Args:
-            module: The module that was laid out.
-            optimizers: All that there are now; some may be of those before.
+            module: The laid-out module.
+            optimizers: All current optimizers; some may be known already.
         """
 
     @abstractmethod
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Give the module its plain parameters, class and methods back, complete on every rank.
+        """Restore the module's plain, unsharded parameters, its class and its methods. Collective.
 
-        Collective. It must also succeed on a module that was never laid out. An engine that gathers
-        parameters does so one by one, each through `at_end`, so that no device holds the whole model.
+        It must also succeed on a module that was never laid out. An engine gathers parameters one by one,
+        each through `at_end`, so that no device holds the unsharded model.
 
         Returns:
-            For every parameter object that was replaced, the object that took its place.
+            The replacement of every replaced parameter object.
         """
 
     @property
     def keeps_weights(self) -> bool:
-        """True if this rank's module has whole weights after the run."""
+        """True if this rank's module has unsharded weights after the run."""
         return self.gather_at_end == "all" or (self.gather_at_end == "rank0" and self.context.rank == 0)
 
     def at_end(self, gather: Callable[[], Tensor], *, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the tensor that this rank keeps at the end of the run. Collective.
 
         Args:
-            gather: Yields the complete tensor, on any device. Collective; called where some rank keeps it.
-            shape: The shape of the complete tensor.
-            dtype: The dtype of the complete tensor.
+            gather: Returns the unsharded tensor, on any device. Collective; called if any rank keeps it.
+            shape: The shape of the unsharded tensor.
+            dtype: The dtype of the unsharded tensor.
 
         Returns:
-            The complete tensor in host memory, or a placeholder of its shape that takes no memory.
+            The unsharded tensor in CPU memory, or a placeholder of its shape that takes no memory.
         """
-        whole = None if self.gather_at_end == "none" else gather()
-        if whole is not None and self.keeps_weights:
-            return whole.cpu()
+        unsharded = None if self.gather_at_end == "none" else gather()
+        if unsharded is not None and self.keeps_weights:
+            return unsharded.cpu()
         return torch.full((1,) * len(shape), math.nan).to(dtype).expand(tuple(shape))
 
     def teardown(self) -> None:
-        """Release threads and files; `setup` may follow again. The world group is not the backend's."""
+        """Release threads and files; `setup` may follow again. The backend does not own the world group."""
 
     def run_step(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run one training or evaluation step through the engine; by default it is just called."""
+        """Run one training or evaluation step through the engine; the default just calls it."""
         return step(*args, **kwargs)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
@@ -257,11 +255,11 @@ class Backend(ABC, Generic[OptionsT]):
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients; arguments after the loss are those of ``Tensor.backward``.
 
-        A LightningModule's own ``backward`` is called where a Trainer runs it. Engines that override this
-        method come here in its middle, so that they honour it as well.
+        Under a Trainer this calls the LightningModule's own ``backward``. Engines that override this method
+        call it inside theirs, so that a user's ``backward`` runs there, too.
         """
         run: Callable[..., Any] = loss.backward
-        if getattr(module, "fabric", module) is None:  # a LightningModule, in which Fabric names itself
+        if getattr(module, "fabric", module) is None:  # a LightningModule without Fabric
             run = partial(cast(Any, module).backward, loss)
         self.failed_backward.refuse()
         with self.failed_backward.remembering():
@@ -269,30 +267,30 @@ class Backend(ABC, Generic[OptionsT]):
 
     @cached_property
     def failed_backward(self) -> FailedBackward:
-        """Refuses a step on what a failed backward has left; the adapters watch optimizers for it."""
+        """Refuses a step on gradients of a failed backward; the adapters register optimizers with it."""
         return FailedBackward()
 
     def publish_gradients(self, module: nn.Module) -> None:
-        """Put into each ``p.grad`` what PyTorch would have there now: whole and reduced. Collective.
+        """Set each ``p.grad`` to the reduced, unsharded gradient, as in one process. Collective.
 
-        Called after a backward that reduced gradients, where user code may look at them before the step: a
-        hook of the module or of a callback is overridden, or the user optimizes by hand. From now on until
-        `collect_gradients` the engine's `gradients` are those in ``p.grad``, and another backward adds to
-        what user code left there. By default nothing, as gradients are in ``p.grad`` anyway.
+        Called after a backward that reduced gradients, if user code may read them before the step: it
+        overrides a hook of the module or of a callback, or it uses manual optimization. Until
+        `collect_gradients` the engine's `gradients` are those in ``p.grad``, and another backward accumulates
+        into them. The default does nothing, for engines with gradients in ``p.grad``.
         """
 
     def collect_gradients(self, module: nn.Module) -> None:
-        """Take over what user code left in published gradients: scaled, clipped, zeroed or None. Collective.
+        """Take over published gradients, which user code may have scaled, zeroed or removed. Collective.
 
-        Called right before each step of an optimizer, after the last code of the user's; it does nothing
-        where nothing was published since the last call.
+        Called right before each step of an optimizer, after the last user code. It does nothing if no
+        gradients were published since the last call.
         """
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
-        """Handles on the local gradients of the optimizer's parameters, where they live.
+        """Return handles on the local gradients of the optimizer's parameters.
 
-        Clipping and loss scaling are written over these, so an engine that keeps gradients elsewhere
-        than in ``param.grad`` overrides only this.
+        Clipping and loss scaling use these handles, so an engine that keeps gradients outside of
+        ``param.grad`` overrides only this method.
         """
         return gradients_of(optimizer, world_size=self.context.world_size)
 
@@ -327,9 +325,9 @@ class Backend(ABC, Generic[OptionsT]):
         clip_gradients_by_value(self.gradients(optimizer), clip_value)
 
     def grad_scaler(self, default: torch.amp.GradScaler) -> torch.amp.GradScaler | None:
-        """The loss scaler to use where Lightning would use `default`; None if the engine scales by itself.
+        """Return the loss scaler to use in place of `default`; None if the engine scales by itself.
 
-        By default one that unscales `gradients` and takes the same decision on every rank.
+        The default unscales `gradients` and takes the same decision on every rank.
         """
         if isinstance(default, ParallelGradScaler):
             return default
@@ -342,23 +340,23 @@ class Backend(ABC, Generic[OptionsT]):
     def decisions(self, module: nn.Module) -> str:
         """Return the engine's decisions about a laid-out module, which must be equal on all ranks, as text.
 
-        `nnx_core.agree.watch` compares it over the ranks: a plan, or the names of the units.
+        `nnx_core.agree.divergence` compares it over the ranks: a plan, or the names of the units.
         """
         return ""
 
     def written(self, module: nn.Module) -> Mapping[str, int]:
-        """A checksum of what user code wrote into each parameter since the last call, by name.
+        """Return a checksum of user code's writes into each parameter since the last call, by name.
 
-        `nnx_core.agree.watch` compares it over the ranks. An engine returns it where each rank keeps only its
-        own shard of its writes, or where a step replaces a rank's writes by another rank's values. It
-        computes it only while it `is_watched`; `nnx_core.agree.watch.Writes` does so.
+        `nnx_core.agree.divergence` compares it over the ranks. An engine returns it if each rank keeps only
+        its own shard of its writes, or if a step replaces a rank's writes by another rank's values. It
+        computes it only while it `is_watched`; `nnx_core.agree.divergence.Writes` does so.
         """
         return {}
 
     def summary(self, module: nn.Module) -> str:
         """Summarize a laid-out module in a clause such as ``4 units and the root``.
 
-        It is part of the one line that a run begins with, on rank 0.
+        Rank zero logs it at the beginning of a run.
         """
         return ""
 
@@ -374,15 +372,15 @@ class Backend(ABC, Generic[OptionsT]):
         return shard_of(tensor)
 
     def model_state(self, module: nn.Module) -> ModelState:
-        """Handles on parameters and persistent buffers under their original names. No copy, no gather."""
+        """Return handles on parameters and persistent buffers by name, without copy or gather."""
         return describe_model(module, self.shard)
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
-        """Handles on the optimizer's state, keyed by parameter name. No copy, no gather, no dummy step."""
+        """Return handles on the optimizer's state by parameter name, without copy, gather or dummy step."""
         return describe_optimizer(module, optimizer, self.shard)
 
     def state(self, module: nn.Module, optimizers: Iterable[Optimizer] = ()) -> State:
-        """The whole training state of this rank, as handles; the core saves it or fills it in place."""
+        """Return handles on this rank's training state, which the core saves or fills in place."""
         return State(
             model=self.model_state(module),
             optimizers=[self.optimizer_state(module, optimizer) for optimizer in optimizers],
@@ -397,14 +395,14 @@ class Backend(ABC, Generic[OptionsT]):
         dtype: torch.dtype,
         group: Mapping[str, Any],
     ) -> Tensor:
-        """Allocate one state tensor that a checkpoint holds and the optimizer does not have yet.
+        """Allocate a state tensor that a checkpoint holds and the optimizer does not have yet.
 
         Args:
-            parameter: The parameter it belongs to, as the optimizer holds it.
+            parameter: The parameter that it belongs to, in the optimizer.
             name: Its name in the optimizer's state, such as ``exp_avg``.
-            shape: Logical shape of the state tensor.
-            dtype: Its dtype.
-            group: The param group, for switches such as ``fused`` and ``capturable``.
+            shape: The logical shape of the state tensor.
+            dtype: The dtype of the state tensor.
+            group: The param group, with options such as ``fused`` and ``capturable``.
         """
         like_parameter = shape == self.shard(parameter).shape
         return new_state_tensor(
@@ -412,14 +410,14 @@ class Backend(ABC, Generic[OptionsT]):
         )
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
-        """Restore one optimizer in place. It must not communicate: each rank fills its own tensors.
+        """Restore one optimizer in place, without communication: each rank fills its own tensors.
 
-        Engines whose optimizer does not hold the module's own parameters override this.
+        Engines whose optimizer does not hold the module's own parameters override this method.
 
         Args:
             module: Owner of the parameters.
             optimizer: The optimizer to restore.
-            saved: By parameter name; tensors are complete, or handles
+            saved: The state by parameter name, with unsharded tensors, or handles on them
                 (`nnx_checkpoint.reading.naming.StoredName`).
         """
         from nnx_checkpoint.reading.filling import fill_optimizer
@@ -427,10 +425,10 @@ class Backend(ABC, Generic[OptionsT]):
         fill_optimizer(self, module, optimizer, saved)
 
     def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Refresh derived state, after state was filled in place."""
+        """Refresh derived state after the state was filled in place."""
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Give every rank rank 0's buffers, as evaluation and checkpoints must not depend on the rank."""
+        """Broadcast rank zero's buffers: evaluation and checkpoints must not depend on the rank."""
         if not is_distributed():
             return
         buffers = [buffer for buffer in module.buffers() if not isinstance(buffer, DTensor)]

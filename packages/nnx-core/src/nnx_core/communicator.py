@@ -1,4 +1,4 @@
-"""Collectives on tensors of any shape, without autograd: all that generated programs communicate."""
+"""Collectives on tensors of any shape, without autograd, for generated code."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Communicator", "GroupCommunicator"]
 
 
 class Communicator(ABC):
-    """Collectives over the ranks of a unit. Arguments are left alone; results are new and contiguous.
+    """Collectives over the ranks of a unit. They do not change arguments; results are new and contiguous.
 
     Attributes:
-        rank: This rank's number within the unit.
-        size: Number of ranks.
+        rank: This rank's index within the unit.
+        size: The number of ranks.
         threaded: True if the ranks are threads of one process, which share its random generators.
     """
 
@@ -30,22 +30,22 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks."""
+        """Return the sum over the ranks."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """The ranks' tensors one after the other along a dim."""
+        """Concatenate the tensors of the ranks along a dim."""
 
     @abstractmethod
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's part along a dim of the sum over the ranks; the dim is a multiple of the size."""
+        """Return this rank's chunk along a dim of the sum over the ranks; the size divides the dim."""
 
     @abstractmethod
     def all_to_all(self, tensor: Tensor, split_dim: int, cat_dim: int) -> Tensor:
-        """Cut along one dim, send the r-th part to rank r, and join what came along another dim."""
+        """Split along one dim, send chunk r to rank r, and concatenate the received chunks along another."""
 
     def drawn(self, draw: Callable[[], Tensor]) -> Tensor:
-        """The same random tensor on every rank: their generators are in the same state, so each draws it."""
+        """Return the same random tensor on every rank, which each draws from an equal generator state."""
         return draw()
 
 
@@ -80,9 +80,9 @@ class GroupCommunicator(Communicator):
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:  # noqa: D102
         if self.group is None:
             return tensor.contiguous()
-        parts = tensor.chunk(self.size, dim)
-        stacked = tensor.contiguous() if dim == 0 else torch.stack(parts)
-        result = tensor.new_empty(parts[0].shape)
+        chunks = tensor.chunk(self.size, dim)
+        stacked = tensor.contiguous() if dim == 0 else torch.stack(chunks)
+        result = tensor.new_empty(chunks[0].shape)
         reduce_scatter_into(result, stacked.view(-1, *result.shape[1:]), group=self.group)
         return result
 

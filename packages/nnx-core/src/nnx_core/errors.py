@@ -1,4 +1,4 @@
-"""Every error that nnx raises on purpose, in one tree; those of `nnx_base.errors` are part of it."""
+"""All errors of nnx, in one class tree with those of `nnx_base.errors`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PlanError(NnxError):
 
 
 class LaunchError(NnxError, RuntimeError):
-    """The processes of a run could not be started, or were lost once too often."""
+    """The processes of a run could not be started, or were lost more often than allowed."""
 
 
 _LOST_CONNECTIONS = (
@@ -60,11 +60,11 @@ _LOST_CONNECTIONS = (
     *("for send operation to complete", "for recv operation to complete"),
     *("Connection was likely closed", "Broken pipe"),
 )
-"""What gloo or the store says where a rank is gone, or its machine cannot be reached within the timeout."""
+"""Texts in errors of gloo and the store about a rank that is gone or unreachable."""
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return True if this is what gloo or the store raises where another rank is gone.
+    """Return True if gloo or the store raised this error because another rank is gone.
 
     Example:
         >>> is_lost_connection(RuntimeError("... Connection closed by peer [127.0.0.1]:21934"))
@@ -74,7 +74,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def follows_lost_rank(error: BaseException | None) -> bool:
-    """Whether an error, or one that it was raised from or while handling, tells that another rank is gone.
+    """Return True if an error, or one in its chain of causes, reports that another rank is gone.
 
     Example:
         >>> gloo = RuntimeError("... Connection closed by peer [127.0.0.1]:21934")

@@ -1,9 +1,8 @@
-"""JSON that we write for later: plans, which people keep and edit, and what is kept for this user.
+"""JSON files: plans, which users keep and edit, and the user's cache.
 
-What a plan says is its engine's; a file that is no plan is one clear error. What is kept from one run to
-the next was measured or tried and is never needed: a file that cannot be read counts as none, and a
-directory that cannot be written is done without. Files are replaced at once, so that a reader finds the old
-one or the new one.
+An engine owns the content of its plans; a file that is no plan raises one clear error. The cache holds
+measurements and is optional: an unreadable file counts as missing, and an unwritable directory is ignored.
+Files are replaced atomically, so a reader finds the old file or the new one.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from nnx_core.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class PlanFormat:
-    """The head of one engine's plans, and how they are read.
+    """The header of one engine's plans.
 
     Attributes:
-        owner: The distribution whose plans these are: ``"nnx-nnscaler"``.
-        version: The version that is written, and the only one that is read.
+        owner: The distribution of the engine, such as ``"nnx-nnscaler"``.
+        version: The only version that is written and read.
         writer: The function that writes such a file, for remedies: ``"`Plan.save`"``.
     """
 
@@ -35,14 +34,14 @@ class PlanFormat:
 
     @property
     def head(self) -> dict[str, Any]:
-        """The keys that begin every document."""
+        """The first keys of every document."""
         return {"format": f"{self.owner} plan", "version": self.version}
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read a file.
 
         Raises:
-            PlanError: There is none, or it is no plan of this format and version.
+            PlanError: The file is missing, or is no plan of this format and version.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -54,11 +53,11 @@ class PlanFormat:
         return self.parse(text, path=str(path))
 
     def parse(self, text: str, *, path: str = "") -> dict[str, Any]:
-        """Understand a text as a document.
+        """Parse a text as a document.
 
         Args:
             text: The JSON.
-            path: The path that it is from, used in messages.
+            path: The path of the file, for messages.
 
         Raises:
             PlanError: It is no plan of this format and version.
@@ -76,14 +75,14 @@ class PlanFormat:
             raise PlanError(f"{path!r} is no plan of {self.owner}.", remedy=remedy)
         if body.get("version") != self.version:
             raise PlanError(
-                f"the plan {path!r} is of version {body.get('version')!r}, and {self.version} is read.",
-                remedy="Plan anew, or use the version that wrote it.",
+                f"the plan {path!r} has version {body.get('version')!r}, expected {self.version}.",
+                remedy="Make a new plan, or use the version that wrote it.",
             )
         return body
 
 
 def save_plan(path: str | Path, text: str) -> None:
-    """Replace a file at once; its directory is made where it is missing.
+    """Replace a file atomically; create its directory if it is missing.
 
     Raises:
         PlanError: It cannot be written.
@@ -97,10 +96,10 @@ def save_plan(path: str | Path, text: str) -> None:
 
 
 def cache_directory(*names: str) -> Path:
-    """Where it is kept: below ``NNX_CACHE_DIR``, or below the user's cache directory.
+    """Return a directory of the cache, below ``NNX_CACHE_DIR`` or the user's cache directory.
 
     Args:
-        *names: Of the directories below it, such as the engine's.
+        *names: The names of the directories below it, such as the engine's.
     """
     base = os.environ.get("NNX_CACHE_DIR")
     root = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nnx"
@@ -116,7 +115,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Keep something, if the directory can be written."""
+    """Write a file to the cache (if its directory is writable)."""
     with suppress(OSError):
         _replace(path, json.dumps(content, indent=1))
 

@@ -1,8 +1,7 @@
-"""Options of every strategy that is built on a backend, for all engines.
+"""The options of every strategy that is built on a backend.
 
-Standard library only, so that `nnx show` can list them without importing torch. An engine's own
-options are a dataclass in the engine's package, of the same form: each field says in its metadata
-what changes when you turn it.
+The module uses only the standard library, so that `nnx show` can list options without importing torch. An
+engine's own options are a dataclass of the same form in its package: the metadata of each field documents it.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ def option(
     is_read: bool = False,
     layers: bool = False,
 ) -> Any:
-    """A dataclass field with the help text that `nnx show` and the docs print.
+    """Return a dataclass field with the help text that `nnx show` and the docs print.
 
     Args:
-        default: Its default; an option without one is required.
-        help: Says what changes when you turn it.
-        choices: The allowed values, where they are few.
-        types: The allowed types, beside None where that is the default.
-        is_read: A path is that of a file to read, which has to be there.
-        layers: It takes layer classes and names of classes, and functions that choose modules where its
-            name says policy.
+        default: The default; an option without one is required.
+        help: The effect of the option.
+        choices: The allowed values, if they are few.
+        types: The allowed types; None is allowed, too, if it is the default.
+        is_read: True if a path must be that of an existing file.
+        layers: True if it takes layer classes, names of classes, and, for a name that ends with policy,
+            functions that select modules.
     """
     metadata = {"help": help, "choices": choices, "types": types, "is_read": is_read, "layers": layers}
     if isinstance(default, (list, dict, set)):
@@ -51,7 +50,7 @@ def option(
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """Options of every strategy, beside an engine's own options."""
+    """Options of every strategy, in addition to an engine's own."""
 
     state_dict_type: StateDictType = option(
         "deduped",
@@ -127,7 +126,7 @@ def check_options(options: Any) -> None:
     """Refuse values that an options dataclass does not allow; call it in ``__post_init__``.
 
     Raises:
-        OptionError: A value is outside of its option's choices, of another type, or the path of no file.
+        OptionError: A value is not among the choices, has another type, or is the path of a missing file.
     """
     for item in fields(options):
         value, types = getattr(options, item.name), item.metadata.get("types", ())
@@ -148,7 +147,7 @@ def _check_layers(name: str, value: Any) -> None:
     """Refuse anything but module classes and names of classes.
 
     Raises:
-        OptionError: With the first that is not. `Layers` matches names with the model later.
+        OptionError: An item is neither. `Layers` matches names with the model later.
     """
     is_policy = name.endswith("policy")
     if value is None or (is_policy and callable(value) and not isinstance(value, type)):
@@ -169,10 +168,10 @@ def _check_layers(name: str, value: Any) -> None:
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Refuse a value outside of `choices`; an empty tuple allows everything.
+    """Refuse a value that is not among `choices`; an empty tuple allows all values.
 
     Raises:
-        OptionError: With the allowed values.
+        OptionError: The value is not allowed; the message lists the allowed ones.
 
     Example:
         >>> check_choice("start_method", "popen", ("popen", "spawn"))
@@ -189,24 +188,24 @@ def split_options(
     schemas: tuple[type[Any], ...],
     elsewhere: Callable[[str], Sequence[str]] = lambda name: (),
 ) -> tuple[dict[str, Any], ...]:
-    """Deal keyword arguments out to the dataclasses that declare them.
+    """Split keyword arguments between the dataclasses that declare them.
 
     Args:
-        given: Keyword arguments as the user wrote them.
-        owner: Name of the strategy, for the message.
-        schemas: Dataclasses; where two declare a name, the first gets it.
-        elsewhere: Gives the names of the strategies that do have an option, for the message.
+        given: The user's keyword arguments.
+        owner: The name of the strategy, for the message.
+        schemas: Dataclasses; the first that declares a name gets it.
+        elsewhere: Returns the names of strategies that have an option, for the message.
 
     Returns:
         One dict of keyword arguments for each schema.
 
     Raises:
-        OptionError: A name is declared by none of them; the nearest names are suggested.
+        OptionError: None of them declares a name; the message suggests the nearest names.
     """
-    dealt: tuple[dict[str, Any], ...] = tuple({} for _ in schemas)
+    split: tuple[dict[str, Any], ...] = tuple({} for _ in schemas)
     names = [{item.name for item in fields(schema)} for schema in schemas]
     for key, value in given.items():
-        for known, target in zip(names, dealt, strict=True):
+        for known, target in zip(names, split, strict=True):
             if key in known:
                 target[key] = value
                 break
@@ -215,7 +214,7 @@ def split_options(
             raise _unknown_option(
                 key, owner, all_names=set().union(*names), own=sorted(names[-1]), others=others
             )
-    return dealt
+    return split
 
 
 def _unknown_option(

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from nnx_checkpoint.reading.state import ModelState, OptimizerState, describe_model, entries_of
 from nnx_core.backend import Backend, OptionsT, ParallelContext
 from nnx_core.optimizers.gradients import Gradient
-from nnx_core.optimizers.whole_matrix import OwnerRanks
-from nnx_core.view.hidden_state import HiddenStates, StateParts
+from nnx_core.optimizers.unsharded_optimizer import OwnerRanks
+from nnx_core.view.hidden_optimizer_state import HiddenStates, StateParts
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class PartsBackend(Backend[OptionsT]):
         self._owner_ranks: OwnerRanks
 
     def setup(self, context: ParallelContext) -> None:
-        """Take this rank's place."""
+        """Set the backend up for this rank, and make its owner ranks."""
         super().setup(context)
         self._owner_ranks = OwnerRanks(self.shard, context.device)
 

@@ -1,8 +1,8 @@
 """The random state of one process, as plain data: Python's, numpy's and torch's generators.
 
-A captured state has dicts, numbers and bytes only, so that typed JSON holds it and torch's
-restricted unpickler loads it. This module also owns the policy for another world size. It knows neither
-files nor Lightning, and never touches a generator unless it is asked to.
+A captured state consists of dicts, numbers and bytes, so typed JSON can store it and torch's restricted
+unpickler can load it. This module also owns the policy for another world size. It depends neither on files
+nor on Lightning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ State = dict[str, Any]
 
 
 def capture(*, host_only: bool = False) -> State:
-    """The state of every global generator of this process.
+    """Return the state of every global generator of this process.
 
     Args:
         host_only: Leave out the current device's generator.
@@ -52,7 +52,7 @@ def capture(*, host_only: bool = False) -> State:
 
 
 def restore(state: State) -> None:
-    """Put every global generator into a captured state; the device's only on a device of the same type."""
+    """Restore every global generator; the device's only on a device of the same type."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(np.frombuffer(words, np.uint32).tolist()), gauss))
     np.random.set_state(_unpacked(state["numpy"]))
@@ -64,7 +64,7 @@ def restore(state: State) -> None:
 
 @contextmanager
 def host_state_kept() -> Iterator[None]:
-    """Put the generators of Python, numpy and torch's CPU back afterwards."""
+    """Restore the generators of Python, numpy and torch's CPU at the end of a context."""
     state = capture(host_only=True)
     try:
         yield
@@ -74,7 +74,7 @@ def host_state_kept() -> Iterator[None]:
 
 @contextmanager
 def forked() -> Iterator[None]:
-    """Draw nothing from the generators of Python, numpy and torch, on any device in use.
+    """Restore the generators of Python, numpy and torch at the end of a context, on all devices in use.
 
     Example:
         >>> before = capture()["python"]
@@ -103,7 +103,7 @@ def reseed(base: int, rank: int, step: int) -> None:
 
 
 def _device_module() -> Any:
-    """The device with a generator of its own that this process uses; looking must not initialize one."""
+    """Return the module of the initialized device with a generator, without initializing one; or None."""
     for module in (torch.cuda, torch.xpu):
         if module.is_available() and module.is_initialized():
             return module
@@ -115,7 +115,7 @@ def _name(module: Any) -> str:
 
 
 def _packed(value: Any) -> Any:
-    """Arrays as bytes: typed JSON takes arrays, torch's restricted unpickler does not."""
+    """Convert arrays to bytes, because torch's restricted unpickler takes no arrays."""
     if isinstance(value, dict):
         return {key: _packed(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
@@ -144,16 +144,16 @@ def resume(
 ) -> str:
     """Restore this rank's random state from a run of any world size.
 
-    With the same number of ranks each gets its own state back. With fewer, the states of the ranks that
-    are gone are dropped; with more, each new rank is seeded from the run's seed, its rank and the step.
+    With the same number of ranks each restores its own state. With fewer ranks, the other states are dropped.
+    With more ranks, each new rank is seeded from the run's seed, its rank and the step.
 
     Args:
-        own: The state that this rank captured in the saved run; None if that had no such rank.
-        seed: The saved run's seed, of its rank 0.
+        own: The saved state of this rank; None if the saved run had no such rank.
+        seed: The seed of the saved run, on its rank zero.
         rank: This rank.
-        size: The number of ranks there are now.
-        saved_size: The number of there that were.
-        step: Optimizer steps taken.
+        size: The number of ranks of this run.
+        saved_size: The number of ranks of the saved run.
+        step: The number of optimizer steps.
         strict: Refuse another number of ranks.
 
     Returns:
@@ -162,10 +162,10 @@ def resume(
     Raises:
         CheckpointError: `strict`, and the number of ranks differs.
     """
-    said = f"the checkpoint holds the random state of {saved_size} ranks, and this run has {size}"
+    sizes = f"the checkpoint holds the random state of {saved_size} ranks, and this run has {size}"
     if strict and size != saved_size:
         raise CheckpointError(
-            f"{said}, so randomness cannot go on exactly.",
+            f"{sizes}, so random numbers cannot resume exactly.",
             remedy=f"Resume with {saved_size} processes, or without strict.",
         )
     if own is not None:
@@ -175,16 +175,16 @@ def resume(
     if size == saved_size:
         return ""
     if size < saved_size:
-        return f"{said}: those of ranks {size} to {saved_size - 1} are dropped."
-    return f"{said}: ranks {saved_size} to {size - 1} get new seeds, made from the run's seed and the step."
+        return f"{sizes}: those of ranks {size} to {saved_size - 1} are dropped."
+    return f"{sizes}: ranks {saved_size} to {size - 1} get new seeds, made from the run's seed and the step."
 
 
 class RandomState:
-    """Stands for the random state of all ranks, in the state that Fabric saves and loads.
+    """The random state of all ranks, as an entry of the state that Fabric saves and loads.
 
-    ``fabric.load`` with such an object restores the generators of Python, numpy and torch on the spot;
-    without one, nnx leaves them alone. Under an nnx strategy every rank's state is saved; Fabric's other
-    strategies save that of rank 0 only, and each other rank is then given a new seed.
+    ``fabric.load`` with such an object restores the generators of Python, numpy and torch; without one, nnx
+    does not change them. Strategies of nnx save every rank's state. Fabric's other strategies save only rank
+    zero's, and the other ranks get new seeds.
 
     Args:
         strict: Refuse a checkpoint of another number of ranks.
@@ -197,7 +197,7 @@ class RandomState:
         self.strict = strict
 
     def state_dict(self) -> State:
-        """This rank's random state."""
+        """Return this rank's random state."""
         rank, size = _rank_and_size()
         return {"rank": rank, "world_size": size, "rng": capture()}
 
@@ -205,13 +205,13 @@ class RandomState:
         """Restore this rank's random state, or seed this rank from another's.
 
         Args:
-            state: The result of `state_dict` on this rank; where there is none, on rank 0.
+            state: The result of `state_dict` on this rank, or on rank zero if this rank is new.
 
         Raises:
             CheckpointError: `strict`, and the number of ranks differs.
         """
         rank, size = _rank_and_size()
-        said = resume(
+        note = resume(
             state["rng"] if state["rank"] == rank else None,
             seed=state["rng"]["seed"],
             rank=rank,
@@ -220,8 +220,8 @@ class RandomState:
             step=0,
             strict=self.strict,
         )
-        if said and rank == 0:
-            warnings.warn(said, stacklevel=2)
+        if note and rank == 0:
+            warnings.warn(note, stacklevel=2)
 
 
 def _rank_and_size() -> tuple[int, int]:

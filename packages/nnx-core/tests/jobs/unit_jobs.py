@@ -21,7 +21,7 @@ from nnx_base.shard import shard_of
 from nnx_core.backend import Backend, Sample
 from nnx_core.errors import CheckpointError, UnsupportedError
 from nnx_core.optimizers.gradients import clip_gradients_by_norm, gradients_of, unscale_gradients
-from nnx_core.optimizers.whole_matrix import OwnerRanks
+from nnx_core.optimizers.unsharded_optimizer import OwnerRanks
 from nnx_core.view.modules import broadcast_module
 from nnx_test_helpers.lightning_jobs import OPTIONS, full
 from nnx_test_helpers.resume_jobs import Seen, run_cell

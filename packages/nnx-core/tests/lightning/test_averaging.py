@@ -323,7 +323,7 @@ def test_after_an_error_on_one_rank_nothing_waits_for_the_average(pool: WorkerPo
         pool.run(fail_while_averaging, RUN, [1], world_size=2, timeout=60, end_after=3)
     failures, output = failure.value.failures, failure.value.output
     assert failures[1] == "the process died with exit code 3"
-    assert "The ranks did not fail together" in output[1] and "routed: []" in output[1]
+    assert "the ranks did not fail together" in output[1] and "routed: []" in output[1]
     assert "hung" not in failures[0]
 
 

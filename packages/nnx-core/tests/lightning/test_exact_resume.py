@@ -180,7 +180,7 @@ def test_data_without_indices_starts_over_with_one_warning(pool: WorkerPool, tmp
     assert whole.batches[5] == [3, 4, 5] and resumed.batches[0] == [0, 1, 2]
     ours = [said for said in resumed.said if said.startswith("Resuming: ")]
     assert ours == [
-        "Resuming: the training data of DataLoader starts over, as it has neither indices to pass over nor "
+        "Resuming: the training data of DataLoader starts over, because it has neither indices to skip nor "
         "`state_dict` and `load_state_dict`."
     ]
 

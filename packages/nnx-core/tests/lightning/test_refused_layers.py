@@ -94,8 +94,8 @@ REFUSED = {
     "max_norm": "rows is an Embedding with max_norm=1.0",
     "script": "net.0 was compiled by torch.jit",
     "replaced": "the parameters of net.2 were exchanged since training began",
-    "bank": "the ranks differ in what was written into the parameter 'bank'",
-    "bank between steps": "the ranks differ in what was written into the parameter 'bank'",
+    "bank": "the ranks differ in the writes into the parameter 'bank'",
+    "bank between steps": "the ranks differ in the writes into the parameter 'bank'",
 }
 STRATEGIES: dict[str, dict[str, Any]] = {"fsdp_auto": {"min_num_params": 1}, "colossalai": {}}
 

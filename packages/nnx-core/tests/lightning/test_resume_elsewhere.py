@@ -138,7 +138,7 @@ def test_loaders_with_a_state_at_another_world_size(pool: WorkerPool, tmp_path: 
     pool.run(run, case, world_size=2)
     said = str(pool.run(run, replace(case, devices=1, resume=path, path=""), world_size=1)[0].said)
     if loader == "stateful":
-        assert "the training loaders start over, as each of 2 ranks had a state of its own" in said
+        assert "the training loaders start over, because each of 2 ranks had a state of its own" in said
     else:
         assert "the same on all 2 ranks, are restored on 1 ranks" in said
 

@@ -187,7 +187,7 @@ def test_what_the_step_and_the_data_count_is_counted_once() -> None:
 
 
 def test_a_generator_that_went_on_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="went on with 'rates', a generator that cannot be put back"):
+    with pytest.raises(UnsupportedError, match="advanced 'rates', a generator that cannot be rewound"):
         call_of(GoesOn())
 
 

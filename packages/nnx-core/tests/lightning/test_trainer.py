@@ -156,7 +156,7 @@ def test_an_error_on_one_rank_is_seen_and_neither_hangs_nor_kills_the_process(po
     failures, output = failure.value.failures, failure.value.output
     assert failures[1] == "the process died with exit code 3"
     assert "ValueError: bad sample on rank 1" in output[1]
-    assert "The ranks did not fail together" in output[1]
+    assert "the ranks did not fail together" in output[1]
     # Of its own accord: it neither hung nor crashed.
     assert "Connection" in failures[0] or "rank 1 ended with ValueError: bad sample" in failures[0]
 

@@ -20,8 +20,8 @@ from nnx_base._torch_compat import default_group
 from nnx_base.ranks import control_group, is_distributed
 from nnx_core._torch_compat import end_of_backward, foreach_copy_, will_execute
 from nnx_core.agree.announced_waits import announced
-from nnx_core.agree.watch import Writes
-from nnx_core.view.guard import Part, guard, local_mode, show_plain, show_whole, unguard
+from nnx_core.agree.divergence import Writes
+from nnx_core.view.guard import Part, guard, local_mode, show_plain, show_unsharded, unguard
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -388,7 +388,7 @@ def show_partitions(engine: Any, part: Callable[[nn.Parameter], Part]) -> None:
 def hide_partitions(parameter: nn.Parameter) -> None:
     """Undo `show_partitions`."""
     if "_part" in vars(parameter):
-        show_whole(parameter)  # `unguard` needs it
+        show_unsharded(parameter)  # `unguard` needs it
         unguard(parameter)
 
 
@@ -448,7 +448,7 @@ def _show(parameter: nn.Parameter) -> None:
     partition = local_partition(parameter)
     if partition.device == parameter.device and partition.numel():  # neither offloaded nor on disk
         parameter.data = local_range(parameter)[1]
-    show_whole(parameter)
+    show_unsharded(parameter)
 
 
 def _update_shard(parameter: nn.Parameter) -> None:

@@ -31,8 +31,8 @@ from torch.utils.hooks import RemovableHandle
 
 from nnx_base.ranks import is_distributed
 from nnx_core.agree.collective_order import CollectiveOrder
+from nnx_core.agree.divergence import Writes
 from nnx_core.agree.parameter_usage import asked_anywhere, used_anywhere
-from nnx_core.agree.watch import Writes
 from nnx_core.errors import UnsupportedError
 from nnx_deepspeed._deepspeed_compat import (
     before_each_gather,

@@ -16,7 +16,7 @@ from nnx_base.clean_up import clean_up
 from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.reading.filling import fill_optimizer_tensors, restore_groups
 from nnx_checkpoint.reading.state import ModelState, OptimizerState, parameter_names
-from nnx_core.agree.watch import Writes
+from nnx_core.agree.divergence import Writes
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import UnsupportedError
 from nnx_core.optimizers.gradients import Gradient

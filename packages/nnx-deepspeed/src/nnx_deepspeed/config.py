@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Adagrad, Optimizer, SparseAdam
 
 from nnx_core.errors import OptionError, UnsupportedError
-from nnx_core.optimizers.elementwise import Trial, try_optimizer
+from nnx_core.optimizers.optimizer_probe import Trial, try_optimizer
 from nnx_deepspeed._deepspeed_compat import is_tested_optimizer
 from nnx_deepspeed.options import DeepSpeedOptions
 

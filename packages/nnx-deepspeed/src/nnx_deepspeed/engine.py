@@ -17,11 +17,11 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx_core.agree.watch import Writes
+from nnx_core.agree.divergence import Writes
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.optimizers.own_optimizers import OwnOptimizers
 from nnx_core.view.guard import local_mode
-from nnx_core.view.hidden_state import HiddenState
+from nnx_core.view.hidden_optimizer_state import HiddenState
 from nnx_core.view.modules import lay_in_order, move_buffers_to, with_strides
 from nnx_deepspeed._deepspeed_compat import (
     align_ids,

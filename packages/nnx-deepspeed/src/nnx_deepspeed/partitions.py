@@ -440,19 +440,19 @@ class ShardedParameter(Part):
         with local_mode():
             return torch.empty(_shape(self._parameter), dtype=self._parameter.dtype, device="meta")
 
-    def whole(self) -> Tensor:  # noqa: D102
+    def unsharded(self) -> Tensor:  # noqa: D102
         gather_for_user([self._parameter])
         return self._parameter  # the guard gives it its own class until it is sharded again
 
     def value(self) -> Tensor:  # noqa: D102
-        return self.whole()
+        return self.unsharded()
 
     def flush(self) -> None:
         """Do nothing: `release_touched` copies written values."""
 
-    def assign(self, whole: Tensor) -> None:  # noqa: D102
+    def assign(self, values: Tensor) -> None:  # noqa: D102
         gather_for_user([self._parameter])
-        self._parameter.data = whole
+        self._parameter.data = values
 
     def gradient_shown(self) -> Tensor | None:  # noqa: D102
         with local_mode():

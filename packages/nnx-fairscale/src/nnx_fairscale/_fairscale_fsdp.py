@@ -32,8 +32,8 @@ from nnx_base.box import cut_range
 from nnx_base.shard import Shard, shard_of_range
 from nnx_core._torch_compat import current_backward
 from nnx_core.agree.collective_order import CollectiveOrder
+from nnx_core.agree.divergence import Writes, checksum
 from nnx_core.agree.parameter_usage import used_anywhere
-from nnx_core.agree.watch import Writes, checksum
 from nnx_core.errors import UnsupportedError
 
 _MARK = "_is_sharded"

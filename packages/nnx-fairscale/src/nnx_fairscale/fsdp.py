@@ -24,11 +24,11 @@ from nnx_base.ranks import engine_group
 from nnx_base.shard import Shard, shard_of
 from nnx_core._torch_compat import tree_map
 from nnx_core.agree.collective_order import CollectiveOrder
-from nnx_core.agree.watch import Writes
+from nnx_core.agree.divergence import Writes
 from nnx_core.backend import ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError
-from nnx_core.optimizers.elementwise import try_optimizer
 from nnx_core.optimizers.gradients import Gradient
+from nnx_core.optimizers.optimizer_probe import try_optimizer
 from nnx_core.parts_backend import PartsBackend
 from nnx_core.view.modules import Layers, broadcast_module, lay_in_order, materialize, move_to, with_strides
 from nnx_fairscale._fairscale_fsdp import HostShim, NullStream, Piece, Unit, is_taken, leave_out

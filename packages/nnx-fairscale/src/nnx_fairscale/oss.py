@@ -17,12 +17,12 @@ from nnx_base.shard import Shard
 from nnx_checkpoint.reading.filling import fill_optimizer_tensors, restore_groups
 from nnx_checkpoint.reading.naming import StoredName
 from nnx_checkpoint.reading.state import OptimizerState, describe_optimizer, parameter_names
-from nnx_core.agree.watch import Writes, refuse_unequal_gradient
+from nnx_core.agree.divergence import Writes, refuse_unequal_gradient
 from nnx_core.backend import Backend, Sample
 from nnx_core.errors import UnsupportedError
-from nnx_core.optimizers.elementwise import dependence
+from nnx_core.optimizers.optimizer_probe import dependence
 from nnx_core.optimizers.own_optimizers import OwnOptimizers
-from nnx_core.view.hidden_state import HiddenState
+from nnx_core.view.hidden_optimizer_state import HiddenState
 from nnx_core.view.modules import broadcast_module, lay_in_order, materialize, move_to, with_strides
 from nnx_fairscale.options import OSSOptions
 from nnx_fairscale.reducer import GradientReducer

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from nnx_base.box import cut_range
 from nnx_core._torch_compat import storage_users
 from nnx_core.agree.collective_order import CollectiveOrder
-from nnx_core.agree.watch import Writes
+from nnx_core.agree.divergence import Writes
 from nnx_core.errors import UnsupportedError
 from nnx_core.view.guard import (
     HeldByTensor,
@@ -60,7 +60,7 @@ class _PiecePart(Part):
     def description(self) -> Tensor:
         return torch.empty(self.piece.shape, dtype=self.tensor.dtype, device="meta")
 
-    def whole(self) -> Tensor:
+    def unsharded(self) -> Tensor:
         return self.value()
 
     def value(self) -> Tensor:
@@ -122,9 +122,9 @@ class _PiecePart(Part):
         """True if anything but this part holds the memory of the gathered tensor, and may write into it."""
         return self._value is not None and storage_users(self._value) > self._users
 
-    def assign(self, whole: Tensor) -> None:
-        held = part_of(whole)
-        value = whole if held is None else held.value()
+    def assign(self, values: Tensor) -> None:
+        held = part_of(values)
+        value = values if held is None else held.value()
         if value.shape != self.piece.shape or value.dtype != self.tensor.dtype:
             raise UnsupportedError(
                 f"{self.name!r}, a sharded {self.tensor.dtype} tensor of shape {tuple(self.piece.shape)}, "
@@ -171,7 +171,7 @@ class _ParameterPart(_PiecePart):
         self._assigned: Tensor | None = None
         self._shown: tuple[Tensor, Tensor] | None = None
 
-    def whole(self) -> Tensor:
+    def unsharded(self) -> Tensor:
         wants_gradient = torch.is_grad_enabled() and self.tensor.requires_grad
         if wants_gradient and self.piece.shown is not None and self.unit.is_shown:
             return self.piece.shown
@@ -235,12 +235,12 @@ class _ParameterPart(_PiecePart):
             self.tensor.grad = torch.zeros_like(self.tensor)
             self.tensor.grad[: self.piece.length].copy_(self.own(value))
 
-    def assign(self, whole: Tensor) -> None:
+    def assign(self, values: Tensor) -> None:
         """Copy the values; remember them for a trained parameter, which must not share them."""
-        super().assign(whole)
+        super().assign(values)
         with local_mode():
-            if self.tensor.requires_grad and part_of(whole) is None:
-                self._assigned = whole.detach()
+            if self.tensor.requires_grad and part_of(values) is None:
+                self._assigned = values.detach()
                 self._weights.watch_assigned(self)
 
     def take_assigned(self) -> Tensor | None:

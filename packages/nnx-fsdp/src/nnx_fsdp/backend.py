@@ -18,7 +18,7 @@ from nnx_checkpoint.reading.state import ModelState
 from nnx_core.backend import ParallelContext, Sample
 from nnx_core.errors import OptionError
 from nnx_core.parts_backend import PartsBackend
-from nnx_core.view.hidden_state import StateParts
+from nnx_core.view.hidden_optimizer_state import StateParts
 from nnx_core.view.modules import Layers
 from nnx_fsdp.meshes import mesh_of
 from nnx_fsdp.optimizer_state import shard_state

@@ -17,7 +17,7 @@ from nnx_fsdp.weights import Weights
 
 
 class PartsOfState:
-    """Shows sharded state as unsharded to user code; implements `nnx_core.view.hidden_state.StateParts`.
+    """Shows sharded state as unsharded to user code: the `StateParts` of FSDP2.
 
     Args:
         weights: The weights of every sharded module.

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from nnx_base.shard import shard_of
 from nnx_core._torch_compat import storage_users
-from nnx_core.agree.watch import checksum, digest, refuse_unequal_gradient
+from nnx_core.agree.divergence import checksum, digest, refuse_unequal_gradient
 from nnx_core.errors import UnsupportedError
 from nnx_core.view.guard import Guard, HeldByTensor, Part, guard, local_mode, part_of, unguard
 from nnx_core.view.guarded_parameters import AssignedData, Snapshot
@@ -94,7 +94,7 @@ class ShardedPart(Part):
             tensor = self.tensor
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-    def whole(self) -> Tensor:  # noqa: D102
+    def unsharded(self) -> Tensor:  # noqa: D102
         return self.value()
 
     def value(self) -> Tensor:  # noqa: D102
@@ -182,19 +182,19 @@ class ShardedPart(Part):
             func(*own_args, **own_kwargs)
         return True
 
-    def assign(self, whole: Tensor) -> None:  # noqa: D102
+    def assign(self, values: Tensor) -> None:  # noqa: D102
         tensor = self.tensor
         with local_mode():
-            if whole.shape != tensor.shape or whole.dtype != tensor.dtype:
+            if values.shape != tensor.shape or values.dtype != tensor.dtype:
                 raise UnsupportedError(
                     f"{self.name!r}, a sharded {tensor.dtype} tensor of shape {tuple(tensor.shape)}, is "
-                    f"given data of shape {tuple(whole.shape)} and {whole.dtype}.",
+                    f"given data of shape {tuple(values.shape)} and {values.dtype}.",
                     remedy="Give it data of the same shape and dtype, or change it before training.",
                 )
         with local_mode(), torch.no_grad():
-            own = _own_values(whole, self)
-            is_plain = not isinstance(whole, DTensor)
-            if is_plain and self._source is not None and self._source.is_still(whole, own):
+            own = _own_values(values, self)
+            is_plain = not isinstance(values, DTensor)
+            if is_plain and self._source is not None and self._source.is_still(values, own):
                 # `p.data = t` shares memory with `t`. A second assignment of the same memory changes nothing.
                 return
             for ref in self._aliases:
@@ -204,9 +204,9 @@ class ShardedPart(Part):
             self._aliases = []
             self._forget()
             if is_plain and self._is_compared:
-                self._keeper.note_written(self, checksum(whole))
+                self._keeper.note_written(self, checksum(values))
             self.local.copy_(own)
-            self._source = AssignedData(whole, own) if is_plain else None
+            self._source = AssignedData(values, own) if is_plain else None
         self._keeper.add_assigned(self)
 
     def keeps_source(self) -> bool:
@@ -314,7 +314,7 @@ class ParameterPart(ShardedPart):
         self.may_be_written = False
         self._leaf: Tensor | None = None
 
-    def whole(self) -> Tensor:  # noqa: D102
+    def unsharded(self) -> Tensor:  # noqa: D102
         is_recorded = torch.is_grad_enabled() and self.tensor.requires_grad
         value = self.value()
         if not is_recorded:
@@ -424,9 +424,9 @@ class ParameterPart(ShardedPart):
         self._refuse_while_gathered()
         return super().in_place(func, args, kwargs)
 
-    def assign(self, whole: Tensor) -> None:  # noqa: D102
+    def assign(self, values: Tensor) -> None:  # noqa: D102
         self._refuse_while_gathered()
-        super().assign(whole)
+        super().assign(values)
 
     def _refuse_while_gathered(self) -> None:
         if self.held.is_gathered:

@@ -28,7 +28,7 @@ from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.errors import UnsupportedError
 from nnx_core.optimizers.gradients import refuse_sparse_layers
 from nnx_core.parts_backend import stepping
-from nnx_core.view.hidden_state import StateParts
+from nnx_core.view.hidden_optimizer_state import StateParts
 from nnx_core.view.modules import (
     Layers,
     broadcast_module,
@@ -454,7 +454,7 @@ class Sharding:
         """Return a view of optimizer state that reads as unsharded.
 
         Args:
-            refusal: `refusal` of `nnx_core.view.hidden_state.StateParts`.
+            refusal: `refusal` of `nnx_core.view.hidden_optimizer_state.StateParts`.
         """
         return PartsOfState(self.views, refusal)
 

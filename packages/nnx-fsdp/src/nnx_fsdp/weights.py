@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from nnx_core.agree.collective_order import CollectiveOrder
-from nnx_core.agree.watch import checksum
+from nnx_core.agree.divergence import checksum
 from nnx_core.errors import UnsupportedError
 from nnx_core.view.guard import attributes_of, guard, guarded_mode, local_mode, unguard
 from nnx_core.view.guarded_parameters import GuardedParameters

@@ -23,7 +23,7 @@ from nnx_core.backend import ParallelContext, Sample
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.optimizers.gradients import Gradient
 from nnx_core.parts_backend import PartsBackend, View
-from nnx_core.view.hidden_state import StateParts
+from nnx_core.view.hidden_optimizer_state import StateParts
 from nnx_nnscaler.axes import Axes, make_axes
 from nnx_nnscaler.laid_out import LaidOut
 from nnx_nnscaler.masters import Masters
@@ -320,7 +320,7 @@ class NnScalerBackend(PartsBackend[NnScalerOptions]):
 
 
 class _PartsOfState:
-    """Shows optimizer state as unsharded to user code; implements `nnx_core.view.hidden_state.StateParts`."""
+    """Shows optimizer state as unsharded to user code: the `StateParts` of this engine."""
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ def test_the_traced_batch_is_no_part_of_the_fingerprint_but_modes_and_shapes_are
         (lambda body: "no json", "is no JSON"),
         (lambda body: "[1]", "is no plan of nnx-nnscaler"),
         (lambda body: json.dumps({**body, "format": "other"}), "is no plan of nnx-nnscaler"),
-        (lambda body: json.dumps({**body, "version": 99}), "is of version 99, and 1 is read"),
+        (lambda body: json.dumps({**body, "version": 99}), "has version 99, expected 1"),
         (lambda body: json.dumps({**body, "units": "x"}), "is damaged: ValueError"),
         (lambda body: json.dumps({k: v for k, v in body.items() if k != "program"}), "is damaged: KeyError"),
         (lambda body: json.dumps({**body, "rows": [{"name": "x"}]}), "is damaged: KeyError"),

@@ -24,7 +24,7 @@ from nnx_colossalai.plan.spec import Tier
 from nnx_core._torch_compat import tree_map_only
 from nnx_core.backend import ParallelContext
 from nnx_core.parts_backend import View
-from nnx_core.view.hidden_state import StateParts
+from nnx_core.view.hidden_optimizer_state import StateParts
 
 __all__ = [
     "Chunk",
@@ -156,7 +156,7 @@ class ChunkEngine(ABC):
         """How optimizers' state is shown whole to user code; None if this rank has all of it.
 
         Args:
-            refusal: As of `nnx_core.view.hidden_state.StateParts`.
+            refusal: As of `nnx_core.view.hidden_optimizer_state.StateParts`.
         """
         return None
 

@@ -37,8 +37,8 @@ from nnx_colossalai.device import Device
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.backend import ParallelContext
 from nnx_core.parts_backend import View
-from nnx_core.view.guard import is_guarded, show_plain, show_whole
-from nnx_core.view.hidden_state import StateParts
+from nnx_core.view.guard import is_guarded, show_plain, show_unsharded
+from nnx_core.view.hidden_optimizer_state import StateParts
 from nnx_fsdp._torch_compat import can_be_sharded
 from nnx_fsdp.meshes import mesh_of
 from nnx_fsdp.sharding import ShardedUnit, Sharding
@@ -390,4 +390,4 @@ def _give_class(master: nn.Parameter, cls: type[DTensor]) -> None:
     show_plain(master)
     master.__class__ = cls  # type: ignore[assignment]
     if guarded:
-        show_whole(master)
+        show_unsharded(master)

@@ -27,7 +27,7 @@ from nnx_colossalai._torch_compat import (
 from nnx_colossalai.plan.units import FoundUnit
 from nnx_core.errors import UnsupportedError
 from nnx_core.random_state import forked
-from nnx_core.view.python_state import PythonState
+from nnx_core.view.side_effects import PythonState
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,7 @@ def restored(root: nn.Module) -> Iterator[None]:
             for held, before in saved:
                 held.clear()
                 held.update(before)
-            state.put_back()
+            state.restore()
 
 
 def _ignore(*_: Any, **__: Any) -> None:

@@ -1,7 +1,7 @@
 """Announce a wait for other ranks before it begins, so that errors can name it.
 
 A rank that waits in a collective cannot answer the ranks that wait for it elsewhere.
-`nnx_core.agree.stall_watch` reads here, in a thread of its own, whether this rank waits and for what.
+`nnx_core.agree.stall_watch` reads the announced waits in a thread of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Wait:
 
     Args:
         doing: Follows "rank 1" in errors.
-        asker: The object that waits, if it is not to be told of this wait itself.
+        asker: The object that waits; `newest_wait` can leave its waits out.
     """
 
     __slots__ = ("asker", "doing")
@@ -28,12 +28,12 @@ class Wait:
 
 
 _waits: list[Wait] = []
-"""The waits that have begun and not ended, of any thread: autograd has threads of its own on a GPU."""
+"""The open waits of all threads: autograd has threads of its own on a GPU."""
 
 
 @contextmanager
 def announced(doing: str, *, asker: object = None) -> Iterator[None]:
-    """Announce that this process waits for other ranks within the block.
+    """Announce in a context that this process waits for other ranks.
 
     Args:
         doing: Follows "rank 1" in errors, such as "waits for the gather of layers.0".

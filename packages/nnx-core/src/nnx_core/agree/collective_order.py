@@ -1,9 +1,8 @@
-"""Keep the ranks to one order of collectives, so that two different ones are never paired.
+"""Launch collectives in the same order on all ranks, so that two different ones never pair.
 
-Where a layer's weights are gathered when its forward begins, ranks that come to different layers would mix up
-their weights, abort or wait for each other. An engine calls `CollectiveOrder.arrive` before each collective,
-which notices before anything is sent. `nnx_core.agree.store_questions` compares the ranks, and
-`nnx_core.agree.stall_watch` answers for a rank that waits.
+If a forward gathers a layer's weights, ranks that reach different layers would mix up their weights, abort or
+deadlock. An engine calls `CollectiveOrder.arrive` before each collective, which raises before data is sent.
+`nnx_core.agree.store_questions` compares the ranks; `nnx_core.agree.stall_watch` answers for waiting ranks.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from nnx_core.agree.store_questions import Questions
 from nnx_core.errors import NnxError
 
 _PLACES = 50_000
-"""Places, some 20 MB, after which all are forgotten and agreed on again: some models' steps never repeat."""
+"""The number of places, about 20 MB, after which the order starts over: steps of some models never repeat."""
 
 _running: weakref.ref[CollectiveOrder] | None = None
-"""The order that began a step last. Those of earlier runs may still be alive, on some ranks only."""
+"""The order that began a step last. Orders of earlier runs may be alive, on some ranks only."""
 
 _open: weakref.WeakSet[CollectiveOrder] = weakref.WeakSet()
-"""The orders that compare now: a process may have several."""
+"""The open orders of this process, which may be several."""
 
 
 def before_reduction(name: str) -> None:
-    """Count a reduction in user code as part of the step, as that of ``self.log(..., sync_dist=True)``.
+    """Add a reduction in user code to the order of the step, such as ``self.log(..., sync_dist=True)``.
 
-    A rank that leaves a layer out comes to it while the others wait in that layer's gather.
+    Otherwise a rank that skips a layer would reach the reduction while the others gather that layer.
 
     Args:
-        name: Names it in errors.
+        name: The name of the reduction, for errors.
     """
     order = None if _running is None else _running()
     if order is not None and order.in_step:
@@ -44,13 +43,13 @@ def before_reduction(name: str) -> None:
 
 
 def report_failure(error: BaseException) -> None:
-    """Let the other ranks know that this one ends with an error of its own, wherever they wait for it."""
+    """Post an error of this rank's own to the other ranks, in all open orders."""
     for order in list(_open):
         order.report(error)
 
 
 def end_run() -> None:
-    """A run is over, or another begins: user code's reductions no longer belong to a step of it."""
+    """Close the running order when its run ends or another begins, so that reductions leave its steps."""
     global _running  # noqa: PLW0603 - of this process
     order = None if _running is None else _running()
     _running = None
@@ -62,11 +61,11 @@ atexit.register(end_run)
 
 
 class _Place:
-    """A point that all ranks have reached in a step, after the same collectives.
+    """A point of a step that all ranks reach after the same collectives.
 
     Attributes:
-        expected: The collective that all ranks went on with when they were here last.
-        following: The place that each collective that they ever went on with leads to.
+        expected: The collective that followed it the last time, on all ranks.
+        following: The next place for each collective that ever followed.
     """
 
     __slots__ = ("expected", "following")
@@ -77,30 +76,29 @@ class _Place:
 
 
 class CollectiveOrder:
-    """Lets an engine launch collectives in the middle of user code without ever pairing two different ones.
+    """Lets an engine launch collectives inside user code without ever pairing two different ones.
 
-    The ranks agree once on the order of collectives: in the first steps, and at each new turn of a step, they
-    compare their next collective through the store of the process group. After that a rank compares only with
-    the agreed order, which costs one look into a dict and no communication. A rank that comes to another
-    collective asks the others, and continues only if all come to the same one. A rank that waits in a
-    collective meanwhile cannot answer; a thread beside it does. Without an answer within `wait` seconds in a
-    step, the rank that asked raises. The thread also tells a slow rank from a dead one, for which the ranks
-    do not wait as long.
+    In the first steps, and whenever a step takes a new path, the ranks compare their next collective through
+    the store of the process group, and remember it. Afterwards each rank only compares with this agreed
+    order: one look-up in a dict, without communication. A rank that reaches another collective asks the
+    others, and continues only if all reach the same one. If a rank waits in a collective, a thread answers
+    for it. Without an answer within `wait` seconds in a step, the asking rank raises. The thread also
+    distinguishes slow ranks from dead ones, for which the timeout is shorter.
 
-    The agreed order is the same on all ranks at any time: it changes only by such an agreement.
+    The agreed order is equal on all ranks at any time, because only such an agreement changes it.
 
     Args:
-        remedy: Ends the error's message: the way out; or a function that makes it of the message.
-        wait: Seconds that ranks may be apart within a step that takes a new turn.
-        ranks: Those whose collectives these are; all by default. The other ranks may do something else in
-            the meantime, but an error on one rank is that of every rank of the world.
+        remedy: The remedy of the error, or a function that makes it from the message.
+        wait: Seconds that ranks may be apart within a step that takes a new path.
+        ranks: The ranks that launch these collectives; None for all. The other ranks may do something else
+            meanwhile, but an error on one rank is raised on every rank of the world.
         is_of_engine: False for the order of a Trainer's loops, which has no collectives within a step.
 
     Attributes:
         in_step: True if the ranks are between the beginning of a step and its last collective.
-        passed: The number of collectives that this rank has come to.
+        passed: The number of collectives that this rank has reached.
 
-    Collective: made by every rank at the same point.
+    Collective: every rank makes it at the same point.
 
     Example:
         >>> order = CollectiveOrder(remedy="Call every layer on every rank.")
@@ -133,11 +131,11 @@ class CollectiveOrder:
 
     @property
     def questions(self) -> int:
-        """The number of times that the ranks had to compare."""
+        """The number of comparisons through the store."""
         return self._questions.asked
 
     def open(self) -> None:
-        """Compare the ranks from now on, also before the first step. Collective: every rank calls it."""
+        """Start comparing the ranks, also before the first step. Collective."""
         if self._is_active:
             self._place = self._place or _Place()
             self._start_watch()
@@ -149,11 +147,11 @@ class CollectiveOrder:
             self._watch.start()
 
     def close(self, *, together: bool = False) -> None:
-        """End the thread that answers for this rank, and compare no more until `open` or the next step.
+        """End the thread that answers for this rank, and stop comparing until `open` or the next step.
 
         Args:
-            together: Let rank 0, whose process may keep the store, wait a few seconds for the other ranks,
-                which may still be reading the answers to the last question.
+            together: Wait a few seconds on rank zero, whose process may host the store: the other ranks may
+                still be reading the answers to the last question.
         """
         if together and self._is_active and dist.is_initialized():
             self._questions.leave()
@@ -164,10 +162,10 @@ class CollectiveOrder:
             self._watch = None
 
     def begin(self, step: str) -> None:
-        """A step begins. Between steps ranks may be apart for long, as when one of them saves a file.
+        """Begin a step. Between steps ranks may be apart for long, as when one of them saves a file.
 
         Args:
-            step: The kind of the step; steps of one kind are expected to launch the same collectives.
+            step: The kind of the step; steps of one kind usually launch the same collectives.
         """
         global _running  # noqa: PLW0603 - of this process
         if not self._is_active:
@@ -182,6 +180,8 @@ class CollectiveOrder:
             self.arrive("the beginning of a step")
         self.in_step = False
         self.passed += 1
+        # Kinds of steps follow each other regularly (fit, fit, validate), so the last eight predict the next:
+        # only another kind than the predicted one costs a question.
         if self._followed.get(self._history) != step:
             self._agree(f"the beginning of {step}", self._followed.get(self._history))
             self._followed[self._history] = step
@@ -189,24 +189,27 @@ class CollectiveOrder:
         if self._places > _PLACES:
             self._steps.clear()
             self._places = 0
+        # Keyed by the previous kind, too: a step after a validation may launch other collectives.
         self._place = self._steps.setdefault(self._history[-2:], _Place())
         self.in_step = True
 
     def arrive(self, name: str, *, cause: str = "") -> None:
-        """A collective is about to be launched; returns when all ranks are known to launch the same.
+        """Announce a collective; return once all ranks are known to launch the same one.
 
         Args:
-            name: Names it and its layer, such as "the gather of layers.0".
-            cause: The reason why this rank launches it, for errors; other ranks may have another one.
+            name: The name of the collective and its layer, such as "the gather of layers.0".
+            cause: The reason of this rank for the collective, for errors; other ranks may have another one.
 
         Raises:
-            UnsupportedError: Another rank comes to something else, or does not come.
+            UnsupportedError: Another rank reaches another collective, or none.
             RankLostError: Another rank gives no sign of life, or the store cannot be reached.
         """
         place = self._place
         if place is None:  # one process, or closed
             return
         self.passed += 1
+        # The expected collective needs no question: ranks with the same order can differ only if one of them
+        # deviates, and that one asks. The others then see its question, or their `StallWatch` does.
         if place.expected != name:
             self._agree(name, place.expected, cause)
             place.expected = name
@@ -216,7 +219,7 @@ class CollectiveOrder:
         self._place = place.following[name]
 
     def end(self) -> None:
-        """End a step: its last collective was launched. Code before the next step may take long."""
+        """End a step after its last collective. Code before the next step may take long."""
         if self._is_active and self.in_step:
             self.arrive("the end of the step")
             self.in_step = False
@@ -225,12 +228,12 @@ class CollectiveOrder:
         self._questions.ask(name, passed=self.passed, in_step=self.in_step, expected=expected, cause=cause)
 
     def forget(self) -> None:
-        """After an error: the ranks may be anywhere, so the next step begins with a question."""
+        """Forget the position after an error: the ranks may be anywhere, so the next step asks a question."""
         self._place, self.in_step, self._history = None, False, ()
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Around user code: an error that comes of another rank's deviation names that deviation."""
+        """Run user code in a context; an error caused by another rank is replaced by that rank's error."""
         try:
             yield
         except BaseException as error:
@@ -243,7 +246,7 @@ class CollectiveOrder:
             raise
 
     def cause_of(self, error: BaseException) -> NnxError | None:
-        """The error of another rank that this one comes of, such as gloo's where that rank has left."""
+        """Return the error of another rank that caused this one, such as gloo's after that rank left."""
         if isinstance(error, NnxError) or not isinstance(error, RuntimeError):
             return None
         posted = self._failures.cause
@@ -254,6 +257,6 @@ class CollectiveOrder:
         return self._failures.error(posted)
 
     def report(self, error: BaseException) -> None:
-        """Let the other ranks know that this one ends with an error of its own, the cause of theirs."""
+        """Post an error of this rank's own, the cause of later errors on the other ranks."""
         if self._is_active and dist.is_initialized():
             self._failures.report(error)

@@ -1,8 +1,8 @@
 """Warns of calls of torch.distributed in user code while several ranks compute each batch together.
 
-On the default group such a call counts every sample once for each of these ranks, silently. nnx replaces the
-functions in `torch.distributed` for the time of a run whose ranks share data. Code of nnx imports them by
-name, so that it calls torch's own.
+On the default group such a call silently counts every sample once for each of these ranks. nnx replaces the
+functions in `torch.distributed` during a run whose ranks share data. Code of nnx imports the functions by
+name, so it calls torch's own.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ FUNCTIONS = (
     *("all_gather_object", "gather", "gather_object"),
     *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
 )
-"""Their results depend on how many ranks have a sample. torch before 2.13 has no ``..._single``."""
+"""Functions whose results depend on the number of ranks with a sample; ``..._single`` needs torch 2.13."""
 
 _HARMLESS = (dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.AVG)
-"""Reductions that give the same however often a sample counts."""
+"""Reductions whose result does not depend on the number of ranks with a sample."""
 
 _torchs_own: dict[str, Callable[..., Any]] = {}
 
 
 def warn_of_direct_calls(strategy: str, *, ranks: int) -> None:
-    """Warn from now on, on rank zero and once for each function, in place of what an earlier run began.
+    """Start warning, on rank zero and once per function; this replaces the warnings of an earlier run.
 
     Args:
-        strategy: Its name, for the message.
-        ranks: How many ranks compute each batch together, at least two.
+        strategy: The name of the strategy, for the message.
+        ranks: The number of ranks that compute each batch together, at least two.
     """
     stop_warning()
     for name in FUNCTIONS:
@@ -47,7 +47,7 @@ def warn_of_direct_calls(strategy: str, *, ranks: int) -> None:
 
 
 def stop_warning() -> None:
-    """Put torch's own functions back."""
+    """Restore torch's own functions."""
     for name, own in _torchs_own.items():
         setattr(dist, name, own)
     _torchs_own.clear()
@@ -77,9 +77,9 @@ def _warning(own: Callable[..., Any], strategy: str, ranks: int) -> Callable[...
 
 
 def _counts_ranks(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if a call is one on the default group whose result depends on the number of ranks."""
+    """Return True if a call is on the default group and its result depends on the number of ranks."""
     try:
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError:
-        return False  # torch itself says what is wrong
+        return False  # torch raises a better error
     return bound.get("group") in (None, dist.group.WORLD) and bound.get("op") not in _HARMLESS

@@ -1,7 +1,7 @@
-"""Let the ranks agree on the parameters that a step used.
+"""Find the parameters that a step used on any rank.
 
-Ranks may use different parameters in one step: hard routing, a branch per sample, a head per task.
-A parameter that some rank used has a gradient, which is zero on the others. One that no rank used has none.
+Ranks may use different parameters in one step: hard routing, a branch per sample, a head per task. If any
+rank used a parameter, all ranks get a gradient, which is zero on the others. Otherwise it has none.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from nnx_core.agree.announced_waits import wait_for_collective
 
 
 def used_anywhere(flags: Sequence[bool]) -> list[bool]:
-    """Which of these are set on at least one rank. Collective, over host memory, one byte each.
+    """Return which flags are set on at least one rank. Collective on CPU tensors, one byte per flag.
 
     Args:
-        flags: True for each parameter that this rank used, in an order that is the same on every rank.
+        flags: True for each parameter that this rank used, in the same order on every rank.
 
     Example:
         >>> used_anywhere([True, False])
@@ -31,13 +31,13 @@ def used_anywhere(flags: Sequence[bool]) -> list[bool]:
 
 
 def asked_anywhere(flags: Sequence[bool]) -> Callable[[], list[bool]]:
-    """Ask as `used_anywhere` does, without waiting for the other ranks.
+    """Start `used_anywhere` without waiting for the other ranks.
 
     Args:
         flags: The flags that `used_anywhere` takes.
 
     Returns:
-        A function that waits for the answer, and gives it as often as it is called.
+        A function that waits for the flags of all ranks and returns them; it may be called several times.
     """
     if not is_distributed() or not flags:
         return lambda: list(flags)

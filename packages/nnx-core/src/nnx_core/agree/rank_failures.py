@@ -3,7 +3,7 @@
 A posted error is a line: its kind, the message, and a remedy that may follow. The kind selects the error:
 
 - ``differ``: the ranks do different things (`UnsupportedError`).
-- ``lost``: a rank gives no sign of life (`RankLostError`).
+- ``lost``: a rank shows no sign of life (`RankLostError`).
 - ``ended``: a rank ended with an error of its own (`NnxError` on the others).
 """
 
@@ -21,19 +21,19 @@ from nnx_base.ranks import ask_store
 from nnx_core.errors import NnxError, RankLostError, UnsupportedError, is_lost_connection
 
 Remedy: TypeAlias = "str | Callable[[str], str]"
-"""A remedy, or a function that makes one of an error's message."""
+"""A remedy, or a function that makes it from an error's message."""
 
 ANSWER = 5.0
-"""Seconds in which a store that can be reached has answered, on a machine under load too."""
+"""Seconds in which a reachable store answers, also on a loaded machine."""
 
 REMEDY = "\x1e"
-"""Stands between a message and its remedy in the store: no message has this character."""
+"""Separates a message and its remedy in the store: no message has this character."""
 
 LAST_BATCH = ", its last batch"
-"""Ends the name of the step with which a rank's evaluation ends, so that ranks with more batches notice."""
+"""Ends the name of a rank's last evaluation step, so that ranks with more batches notice."""
 
 _READ_WITHIN = 2.0
-"""Seconds in which the other ranks read a posted error: four looks of their `StallWatch`."""
+"""Seconds in which the other ranks read a posted error: four polls of their `StallWatch`."""
 
 _REMEDY_OF_BATCHES = (
     "Give every rank as many batches to evaluate, with `limit_val_batches` (or that of the stage) or a "
@@ -46,9 +46,9 @@ class RankFailures:
     """The first error that a rank posts, for all ranks of the world.
 
     Args:
-        key: Begins the keys in the store; empty where there is one process.
-        remedy: Ends the message of an error that was posted without a remedy; or a function that makes it of
-            the message.
+        key: The prefix of the keys in the store; empty with one process.
+        remedy: The remedy of an error that was posted without one, or a function that makes it from the
+            message.
 
     Attributes:
         cause: The error that `notice` has read; empty until then.
@@ -59,17 +59,18 @@ class RankFailures:
         self.cause = ""
 
     def report(self, error: BaseException) -> None:
-        """Post an error of this rank's own, unless it comes of a lost connection.
+        """Post an error of this rank's own (unless a lost connection caused it).
 
         Args:
             error: The error, which this rank is about to raise.
         """
+        # A lost connection is an effect of another rank's error, and must not hide that in the store.
         if is_of_connection(error):
             return
         text = f"ended rank {dist.get_rank()} ended with {type(error).__name__}: {error}"
         if isinstance(error, UnsupportedError):
             text = f"differ {error.message}{REMEDY}{error.remedy}"
-        with suppress(RuntimeError):  # the rank that keeps the store is gone
+        with suppress(RuntimeError):  # the rank that hosts the store is gone
             ask_store(lambda store: store.compare_set(f"{self._key}/failed", "", text), timeout=ANSWER)
 
     def fail(
@@ -81,14 +82,14 @@ class RankFailures:
         lost: bool = False,
         remedy: str = "",
     ) -> NoReturn:
-        """Post an error and raise it, once the ranks that cannot know of it have read it.
+        """Post an error, wait until the other ranks have read it, and raise it.
 
         Args:
-            store: The store of the process group, which may go with this rank: so it waits a little.
+            store: The store of the process group. It may end with this rank, hence the wait.
             message: The message of the error.
-            readers: The ranks that did not ask, and so learn of the error only from the store.
-            lost: True if a rank gives no sign of life.
-            remedy: Takes the place of the usual one.
+            readers: The ranks that did not ask, and read the error only from the store.
+            lost: True if a rank shows no sign of life.
+            remedy: Replaces the usual remedy.
         """
         if LAST_BATCH in message:
             remedy = _REMEDY_OF_BATCHES
@@ -123,13 +124,13 @@ class RankFailures:
         return store.get(key).decode() if store.check([key]) else ""
 
     def read_if_reachable(self) -> str:
-        """Return the line in the store; empty if the store cannot be reached any more."""
-        with suppress(RuntimeError):  # the rank that keeps the store is gone
+        """Return the line in the store; empty if the store is unreachable."""
+        with suppress(RuntimeError):  # the rank that hosts the store is gone
             return ask_store(self.read, timeout=ANSWER)
         return ""
 
     def notice(self, store: Store) -> bool:
-        """Keep another rank's error as `cause`, for this rank may be waiting. Return True if there is one."""
+        """Store another rank's error as `cause`; return True if there is one. This rank may be waiting."""
         self.cause = self.read(store)
         if self.cause:
             store.set(f"{self._key}/read/{dist.get_rank()}", "")
@@ -137,5 +138,5 @@ class RankFailures:
 
 
 def is_of_connection(error: BaseException) -> bool:
-    """Return True if an error says no more than that another rank is gone."""
+    """Return True if an error only reports that another rank is gone."""
     return is_lost_connection(error) or isinstance(error, dist.DistError)

@@ -1,8 +1,8 @@
-"""Notice that this rank waits in a collective while the others ask for its next one, and answer for it.
+"""Answer the questions of other ranks while this rank waits in a collective.
 
-A rank that waits cannot answer, and a rank that computes will. `StallWatch` tells them apart in a thread of
-its own. It reads the waits that engines announce (`nnx_core.agree.announced_waits`). Users call the functions
-of ``torch.distributed`` without an announcement: for these alone it looks at the stack.
+A waiting rank cannot answer, and a computing rank will answer later. `StallWatch` distinguishes them in a
+thread of its own. It reads the waits that engines announce (`nnx_core.agree.announced_waits`). User code
+calls functions of ``torch.distributed`` without an announcement; for these alone the thread reads the stack.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from nnx_core.agree.rank_failures import REMEDY
 from nnx_core.agree.store_questions import Questions
 
 _LOOK_EVERY = 0.5
-"""Seconds between two looks: four of them within `_STUCK_AFTER`, and each costs the store two requests."""
+"""Seconds between two polls: four within `_STUCK_AFTER`, at two requests to the store each."""
 
 _STUCK_AFTER = 2.0
-"""Seconds in one wait after which a rank counts as stuck: the others ask, so that nobody can end its wait."""
+"""Seconds in one wait after which a rank counts as stuck: the ranks that ask cannot end its wait."""
 
 _STUCK_AFTER_APART = 8.0
-"""The same where ranks that do not compare may be slow to end the wait."""
+"""`_STUCK_AFTER` if other ranks do not compare: they may be slow to end the wait."""
 
 _named_functions: dict[str, tuple[str, str]] = {}
 
 
 def name_function(function: str, doing: str, *, remedy: str = "") -> None:
-    """Describe a rank that waits in a collective of a function which users have not written.
+    """Describe the wait in a collective of a library function, for errors.
 
     Args:
         function: The name of the function.
         doing: Follows "rank 1" in errors.
-        remedy: Takes the place of the order's.
+        remedy: Replaces the remedy of the order.
     """
     _named_functions[function] = doing, remedy
 
@@ -48,18 +48,18 @@ class Watched(Protocol):
     """The order of collectives for which a `StallWatch` answers.
 
     Attributes:
-        passed: The number of collectives that this rank has come to.
+        passed: The number of collectives that this rank has reached.
     """
 
     passed: int
 
 
 class StallWatch(threading.Thread):
-    """Answers for a rank that waits in a collective. It ends with the order, and with the process group.
+    """A thread that answers for a waiting rank. It ends with the order, and with the process group.
 
     Args:
-        order: Its `passed` grows as long as this rank makes progress.
-        questions: Those of the order.
+        order: The order, whose `passed` grows while this rank makes progress.
+        questions: The questions of the order.
     """
 
     def __init__(self, order: Watched, questions: Questions) -> None:
@@ -74,13 +74,13 @@ class StallWatch(threading.Thread):
         self._since = 0.0
 
     def stop(self) -> None:
-        """Return when the thread has ended, or has not in the time of a look."""
+        """Stop the thread; wait for its end, for one interval at most."""
         self._stopped.set()
         self.join(_LOOK_EVERY)
 
     def run(self) -> None:
-        """Look every now and then until there is nothing left to look at."""
-        with suppress(RuntimeError, ValueError):  # the rank that keeps the store, or the group, is gone
+        """Poll until the order, the process group or the run ends."""
+        with suppress(RuntimeError, ValueError):  # the process group or its store is gone
             self._post("looks")
             while not self._stopped.wait(_LOOK_EVERY):
                 order = self._order()
@@ -98,12 +98,13 @@ class StallWatch(threading.Thread):
         return dist.is_initialized() and default_store() is self._store
 
     def _look(self, order: Watched) -> None:
-        """Answer a question if this rank has been in one wait since `_stuck_after` seconds."""
+        """Answer a question if this rank has been in one wait for `_stuck_after` seconds."""
         answer = self._questions.notice(self._store)
         wait: Wait | str | None = None
         if answer is not None:
             wait = newest_wait(other_than=self._questions) or _torch_function_of(self._user_thread)
-        seen = order.passed, wait  # a later wait for the same thing is another `Wait`
+        # A new wait is a new object even for the same collective, so a rank that proceeds is never stuck.
+        seen = order.passed, wait
         if answer is None or wait is None or seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
         elif time.monotonic() - self._since > self._stuck_after:
@@ -111,9 +112,9 @@ class StallWatch(threading.Thread):
 
 
 def _torch_function_of(thread: int) -> str | None:
-    """Name the function of ``torch.distributed`` that a thread is in, and its caller outside of torch.
+    """Return the function of ``torch.distributed`` that a thread is in, and its caller outside of torch.
 
-    The functions run in C++ below ``distributed_c10d.py`` and say nothing of their wait: only the stack does.
+    The functions wait in C++ below ``distributed_c10d.py``, without any hook, so only the stack shows them.
     """
     frame, name = sys._current_frames().get(thread), ""
     while frame is not None:

@@ -1,12 +1,13 @@
 """Ask the other ranks through the store of the process group what they are about to do.
 
-A question has a number. Each rank that comes to it writes its answer and polls for those of the others.
+A question has a number. Each rank that reaches it writes its answer and polls for the answers of the others.
 The keys of question 3 begin with ``KEY/FIRST RANK/3``:
 
-- ``asked``: some rank has come to the question. - ``RANK``: the answer of a rank. - ``noticed/RANK``: the
-`nnx_core.agree.stall_watch.StallWatch` of a rank that has not come has seen the question. - ``elsewhere``: a
-rank that has not come, and what it waits for instead. - ``ended``: a rank that ended with an error before it
-came.
+- ``asked``: a rank has reached the question.
+- ``RANK``: the answer of a rank.
+- ``noticed/RANK``: the `nnx_core.agree.stall_watch.StallWatch` of an absent rank has seen the question.
+- ``elsewhere``: the name of an absent rank, and of its wait in another collective.
+- ``ended``: the name of a rank that ended with an error before it reached the question.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from nnx_core.agree.rank_failures import ANSWER, REMEDY, RankFailures, Remedy
 from nnx_core.errors import NnxError
 
 _BETWEEN_STEPS = 600.0
-"""Seconds that ranks may be apart between steps, where one may save a large file or evaluate alone."""
+"""Seconds that ranks may be apart between steps: one may save a large file or evaluate alone."""
 
 _GRACE = 6.0
-"""Seconds in which a rank that fails as another one does comes to raise its own error, which says more."""
+"""Seconds for a rank to raise its own error, which is more precise, before it raises a posted one."""
 
 _SILENT_AFTER = 120.0
-"""Seconds without a look of its `StallWatch` after which a rank is lost: nothing keeps the GIL that long."""
+"""Seconds without a sign of its `StallWatch` after which a rank is lost: no code holds the GIL that long."""
 
 _SHORT_PAUSES = (0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.0128)
-"""Seconds between the first looks for answers: ranks in step come within a millisecond or few."""
+"""Seconds between the first polls for answers: ranks in step answer within a few milliseconds."""
 
 _LONG_PAUSE = 0.02
-"""Seconds between all further looks: fifty a second of each rank are no load for the store."""
+"""Seconds between all further polls: fifty per second and rank are no load for the store."""
 
 
 class Questions:
@@ -54,7 +55,7 @@ class Questions:
     Collective: made by every rank at the same point.
 
     Args:
-        remedy: Ends the error's message where ranks differ; or a function that makes it of the message.
+        remedy: The remedy of the error if ranks differ, or a function that makes it from the message.
         wait: Seconds that ranks may be apart within a step.
         ranks: The ranks that compare; None for all.
 
@@ -81,17 +82,17 @@ class Questions:
         self.failures = RankFailures(self._key, remedy)
 
     def ask(self, name: str, *, passed: int, in_step: bool, expected: str | None, cause: str = "") -> None:
-        """Return when all ranks have come to the same.
+        """Return once all ranks have reached the same collective.
 
         Args:
-            name: Names the collective that this rank has come to.
-            passed: The number of collectives that this rank has come to; it must be the same on every rank.
+            name: The name of the collective that this rank has reached.
+            passed: The number of collectives that this rank has reached; it must be equal on every rank.
             in_step: True if the ranks are within a step, where they are given less time.
             expected: The collective that the ranks agreed on before, for errors.
-            cause: The reason why this rank came, for errors.
+            cause: The reason of this rank for the collective, for errors.
 
         Raises:
-            UnsupportedError: Another rank comes to something else, or does not come.
+            UnsupportedError: Another rank reaches another collective, or none.
             RankLostError: Another rank gives no sign of life, or the store cannot be reached.
         """
         self.asked += 1
@@ -108,7 +109,7 @@ class Questions:
         keys = {other: f"{question}/{other}" for other in self.ranks}
         store.set(keys[rank], answer)
         store.set(f"{question}/asked", "")
-        if self.asked > 2:  # every rank has read the answers to the last but one
+        if self.asked > 2:  # all ranks that answered the last question have read the answers before it
             store.delete_key(f"{self._question(self.asked - 2)}/{rank}")
         differ = (
             "the ranks use different layers in one step"
@@ -132,12 +133,13 @@ class Questions:
         """Wait for the answers of all ranks.
 
         Returns:
-            The ranks that have not answered, and what one of them waits for, if that is known.
+            The ranks that have not answered, and the wait of one of them, if it is known.
         """
         begun = time.monotonic()
         deadline = begun + self._patience(in_step)
         silent_at = begun + _SILENT_AFTER
         answers = list(keys.values())
+        # Ranks in step answer within milliseconds: the long pause, and reading errors, come after that.
         for pause in _SHORT_PAUSES:
             if store.check(answers):
                 return [], ""
@@ -178,11 +180,11 @@ class Questions:
         self.failures.fail(store, f"{came}; {where}.", [*absent, *self._others()], remedy=remedy)
 
     def _question(self, number: int) -> str:
-        """Return what the keys of a question begin with."""
+        """Return the prefix of a question's keys."""
         return f"{self._key}/{self.ranks[0]}/{number}"
 
     def _others(self) -> list[int]:
-        """Return the ranks of the world that do not compare: they learn of an error from the store alone."""
+        """Return the ranks of the world that do not compare, and read errors only from the store."""
         return [rank for rank in range(dist.get_world_size()) if rank not in self.ranks]
 
     def _patience(self, in_step: bool) -> float:
@@ -195,7 +197,7 @@ class Questions:
         return f"rank{'s' * (len(named) > 1)} {', '.join(named)}"
 
     def _silent(self, store: Store, question: str, absent: Sequence[int]) -> list[int]:
-        """Return the absent ranks that have a watch, which has not even noticed the question."""
+        """Return the absent ranks whose `StallWatch` runs and has not noticed the question."""
         return [
             rank
             for rank in absent
@@ -205,14 +207,14 @@ class Questions:
         ]
 
     def post_end(self, error: BaseException) -> None:
-        """Let ranks that come to the next question know that this one ended with an error."""
+        """Post for the next question that this rank ended with an error."""
         text = f"rank {dist.get_rank()} ended with {type(error).__name__}: {error}"
         key = f"{self._question(self.asked + 1)}/ended"
         with suppress(RuntimeError):  # the rank that keeps the store is gone
             ask_store(lambda store: store.set(key, text), timeout=ANSWER)
 
     def leave(self) -> None:
-        """Let rank 0, whose process may keep the store, wait a few seconds until the others have read it."""
+        """Wait on rank zero, whose process may host the store, until the others have read it, for seconds."""
         with suppress(RuntimeError):  # the rank that keeps the store is gone
             ask_store(self._leave, timeout=_GRACE + ANSWER)
 
@@ -226,14 +228,14 @@ class Questions:
             left = store.add(key, 0)
 
     def post_watch(self, store: Store, state: str) -> None:
-        """Let the others know whether this rank's watch notices questions: if its state is ``"looks"``."""
+        """Post the state of this rank's `StallWatch`; ``"looks"`` means that it notices questions."""
         store.set(f"{self._key}/watch/{dist.get_rank()}", state)
 
     def notice(self, store: Store) -> Callable[[str], None] | None:
-        """Notice a question that this rank has not come to.
+        """Notice a question that this rank has not reached.
 
         Returns:
-            A function that takes what this rank waits for instead; None if there is no such question.
+            A function that posts the wait of this rank; None if there is no such question.
         """
         question = self._question(self.asked + 1)
         if not store.check([f"{question}/asked"]):

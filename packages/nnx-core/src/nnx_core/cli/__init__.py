@@ -1,6 +1,6 @@
 """The commands of nnx-core: list, describe and diagnose installed strategies.
 
-`nnx_checkpoint.cli.command` starts the command and says how it behaves; what verbs do is in other modules.
+`nnx_checkpoint.cli.command` starts the command and defines its behavior; other modules implement the verbs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""``nnx doctor``: versions, the zero-import hook and plugins, what is missing, and how to fix it.
+"""``nnx doctor``: check versions, the zero-import hook, requirements and plugins, and print remedies.
 
-Reads metadata and never imports torch, except under ``--strict``, which imports every strategy.
+It reads metadata and never imports torch, except under ``--strict``, which imports every strategy.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Finding:
     """One line of the diagnosis.
 
     Attributes:
-        level: ``problem``, or ``remark`` for what may be intended.
-        subject: The subject that it is about.
+        level: ``problem``, or ``remark`` for a finding that may be intended.
+        subject: The subject of the finding.
         detail: The finding.
-        remedy: Says what to do about it.
+        remedy: The remedy.
     """
 
     level: Literal["problem", "remark"]
@@ -57,7 +57,7 @@ class Diagnosis(TypedDict):
     """The output of ``nnx doctor --json``.
 
     Attributes:
-        versions: The versions by package; empty where it is not installed.
+        versions: The versions by package; empty for a missing one.
     """
 
     ok: bool
@@ -67,7 +67,7 @@ class Diagnosis(TypedDict):
 
 
 def run(*, strict: bool, as_json: bool) -> int:
-    """Print the diagnosis; 1 where there is a problem, or with `strict` a remark."""
+    """Print the diagnosis; return 1 for a problem, or with `strict` for a remark."""
     versions = {"python": platform.python_version(), **{name: _version(name) for name in _DISTRIBUTIONS}}
     findings = _check_versions(versions) + _check_requirements()
     findings += _check_hook() + _check_face() + _check_plugins()
@@ -120,7 +120,7 @@ def _check_versions(versions: dict[str, str]) -> list[Finding]:
 
 
 def _check_requirements() -> list[Finding]:
-    """Find requirements of our distributions and the plugins' that are missing or of another version."""
+    """Find requirements of nnx and of plugins that are missing or have another version."""
     owners = {plugin.distribution for plugin in inventory().plugins}
     found: dict[str, Finding] = {}
     ours = {"nnx-core", "nnx-checkpoint", "nnx-conformance", "nnx-lite"}
@@ -139,7 +139,7 @@ def _check_requirements() -> list[Finding]:
 
 
 def _unmet(requirement: str) -> tuple[str, str]:
-    """Return the name in a requirement, and why it is not met; the latter is empty where it is."""
+    """Return the name in a requirement, and the reason why it is not met; empty if it is."""
     name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
     try:
         from packaging.requirements import Requirement
@@ -179,7 +179,7 @@ def _check_hook() -> list[Finding]:
 
 
 def _check_face() -> list[Finding]:
-    """Return True if ``import nnx`` still means us: another project has that name on the package index."""
+    """Return True if ``import nnx`` imports this project: another one on the package index has that name."""
     found = find_spec("nnx")
     place = found.origin if found is not None else None
     if place and "nnx_core" in Path(place).read_text(encoding="utf-8", errors="replace"):
@@ -210,7 +210,7 @@ def _check_plugins() -> list[Finding]:
 
 
 def _import_everything() -> list[Finding]:
-    """Import each target and its options, which is what using the strategy would do first."""
+    """Import each target and its options, as the first use of the strategy does."""
     findings = []
     for name in StrategyRegistry:
         spec = StrategyRegistry.get(name)

@@ -80,7 +80,7 @@ def check_strategy(name: str, *, distribution: str) -> None:
             own.
 
     Raises:
-        OptionError: With what is wrong.
+        OptionError: The name is invalid or taken.
     """
     _check_length("the strategy", name)
     try:
@@ -131,7 +131,7 @@ def _owner(name: str, distribution: str) -> str:
 
 
 def _is_taken(module: str, distribution: str) -> bool:
-    """Whether something else already answers to this import; an installed plugin of that name is this one."""
+    """Return True if another module has this name; an installed plugin of that name does not count."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:  # nothing, or a mere directory of that name
         return False
@@ -141,7 +141,7 @@ def _is_taken(module: str, distribution: str) -> bool:
 KINDS = ("backend", "lightning")
 TEMPLATE = Path(__file__).parents[1] / "template"
 _ANSWERS = ".copier-answers.yml"
-# What an update leaves alone: the user's own work.
+# The user's own files, which an update does not change.
 _WRITTEN_BY_USERS = ("/src", "/tests", "/catalog", "/README.md")
 
 
@@ -153,7 +153,7 @@ class Given:
         distribution: The distribution that users install.
         strategy: The string for ``strategy="..."``.
         kind: One of `KINDS`.
-        description: One line that says what the strategy is.
+        description: One line of description.
         author: The author's name; may be empty.
     """
 
@@ -205,11 +205,11 @@ class Update(TypedDict):
 
 
 Printed = NewProject | Update
-"""What ``nnx new --json`` prints."""
+"""The output of ``nnx new --json``."""
 
 
 def run(path: Path, given: Given, *, defaults: bool, as_json: bool) -> int:
-    """Render a project into a new or empty directory; 2 where an answer is not possible."""
+    """Render a project into a new or empty directory; return 2 for an invalid answer."""
     copier = _import_copier()
     try:
         _check_directory(path)
@@ -225,8 +225,8 @@ def run(path: Path, given: Given, *, defaults: bool, as_json: bool) -> int:
 def update(path: Path, *, as_json: bool) -> int:
     """Render the frame of a project again, by its own answers and the template of the installed nnx-core.
 
-    The frame is all but sources, tests, README and catalog entry. Edits to it are overwritten, therefore
-    everything has to be committed: git then shows what changed, and takes any of it back.
+    The frame is everything except sources, tests, README and catalog entry. Edits to it are overwritten, so
+    all files must be committed: git then shows the changes, and can revert them.
     """
     copier = _import_copier()
     try:
@@ -347,7 +347,7 @@ def _collect(given: Given, *, path: Path, ask: bool) -> Answers:
 def _answer(
     given: str | None, question: str, *, default: str, check: Callable[[str], None], ask: bool
 ) -> str:
-    """One checked answer; a user who is asked may try again."""
+    """Return one checked answer; the user may retry."""
     if given is not None or not ask:
         answer = default if given is None else given.strip()
         check(answer)
@@ -391,7 +391,7 @@ def _git(directory: Path, *arguments: str) -> str | None:
 
 
 def _render(copier: Any, path: Path, answers: Answers) -> list[str]:
-    """Render beside the final place, then move: an error leaves no half of a project behind."""
+    """Render in a temporary directory, then move: an error leaves no incomplete project."""
     existed = path.exists()
     staging: Path | None = None
     try:

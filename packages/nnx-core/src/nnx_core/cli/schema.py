@@ -1,4 +1,4 @@
-"""``nnx schema COMMAND``: the JSON Schema of what a command prints with ``--json``.
+"""``nnx schema COMMAND``: print the JSON Schema of a command's output with ``--json``.
 
 A schema is derived from the classes of the output: dataclasses, and TypedDicts beside the code that
 prints them. It allows no key that they do not name, and takes its descriptions from their docstrings.
@@ -46,13 +46,13 @@ _COMMANDS = {
     "search": ("WORD... --json; exit code 1 where results is empty", "nnx_core.cli.search:Found"),
     "show": ("NAME --json", "nnx_core.cli.strategies:Shown"),
 }
-"""How each command is called, and the class of what it prints."""
+"""The usage of each command, and the class of its output."""
 
 _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", Any: ""}
 
 
 def documented() -> list[str]:
-    """The commands that print JSON, of the distributions that are installed.
+    """Return the commands that print JSON, of the installed distributions.
 
     Example:
         >>> documented()[:2]
@@ -66,7 +66,7 @@ def documented() -> list[str]:
 
 
 def schema_of(command: str) -> dict[str, Any]:
-    """The JSON Schema of what one of the `documented` commands prints."""
+    """Return the JSON Schema of the output of one of the `documented` commands."""
     usage, reference = _COMMANDS[command]
     definitions: dict[str, Any] = {}
     shape = _shape(import_reference(reference, what=f"what `nnx {command}` prints"), definitions)
@@ -81,7 +81,7 @@ def schema_of(command: str) -> dict[str, Any]:
 
 
 def run(words: Sequence[str]) -> int:
-    """Print the schema of a command, or which there are; 2 where there is none."""
+    """Print the schema of a command, or the list of schemas; return 2 if there is none."""
     names, command = documented(), " ".join(words).removeprefix("nnx ")
     if not command:
         print_table(("command", "schema"), [[f"nnx {name}", f"nnx schema {name}"] for name in names])
@@ -95,7 +95,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _shape(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a type; those of classes go into `definitions` and are referred to."""
+    """Return the schema of a type; schemas of classes go into `definitions`, with references to them."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind in _PLAIN:
         return {"type": _PLAIN[kind]} if _PLAIN[kind] else {}
@@ -110,7 +110,7 @@ def _shape(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _composed(origin: Any, arguments: tuple[Any, ...], definitions: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a union, of a list or tuple, or of a dict with text as keys."""
+    """Return the schema of a union, of a list or tuple, or of a dict with text as keys."""
     shapes = [_shape(argument, definitions) for argument in arguments if argument is not ...]
     if origin in (Union, UnionType):
         if all(shape.keys() == {"type"} for shape in shapes):
@@ -124,7 +124,7 @@ def _composed(origin: Any, arguments: tuple[Any, ...], definitions: dict[str, An
 
 
 def _object(kind: type[Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a dataclass or a TypedDict."""
+    """Return the schema of a dataclass or a TypedDict."""
     hints, meanings = get_type_hints(kind, include_extras=True), _meanings(kind)
     if is_dataclass(kind):
         hints = {item.name: hints[item.name] for item in fields(kind)}

@@ -1,4 +1,4 @@
-"""``nnx search WORD...``: which strategy fits, among the installed, the known and those of the past.
+"""``nnx search WORD...``: find strategies, among the installed, the known and the removed ones.
 
 The search reads a strategy's name, package, capabilities, description and use. An
 answer needs not have every word: each counts as much as it is rare, in names more than in texts, and by
@@ -24,13 +24,13 @@ __all__ = ["run_search"]
 
 # What a word is worth by the place where it occurs.
 _ASKED_FOR, _WHOLE_NAME, _NAME, _PACKAGE, _CAPABILITY, _TEXT = 1000, 50, 40, 25, 12, 8
-# A part of a word, and another word for it, are worth this part of the whole.
+# The weights of a match of a part of a word, and of a synonym, relative to that of the word.
 _PART, _SYNONYM = 0.6, 0.9
 _OTHER_PLACES, _INSTALLED = 0.1, 0.15
 _SHORTEST_PART = 3
 _MOST, _LEAST, _PAST = 8, 0.15, 1.5
-"""Answers that are printed; the least of them, as a part of the best one's score; and how many times as good
-as that a name of the past has to be to go before it."""
+"""The number of printed answers; their smallest score, relative to the best one; and the factor by which a
+removed name must exceed that to come first."""
 _IGNORED = frozenset(
     """
     a an and any are as at be but by can do does for from get has have how i if in into is it its me more my
@@ -84,7 +84,7 @@ SYNONYMS: Mapping[str, Sequence[str]] = {
 }
 _MEMORY = {"memory", "oom", "vram", "fit", "fits", "larger", "bigger"}
 _SAVES = {"shards_parameters", "shards_gradients", "shards_optimizer", "offload", "tensor_parallel"}
-"""What a strategy has to be able to do to be an answer to a question for memory."""
+"""The capabilities of a strategy that answer a question about memory."""
 PAGES = {
     "docs/backends/nnscaler.md": "sequence and tensor parallelism by a planner, plans, units of ranks",
     "docs/checkpoints.md": "checkpoints: save and resume, in the background, to S3 or a cloud, weights only",
@@ -101,15 +101,15 @@ PAGES = {
     "docs/watch.md": "debug ranks that differ or diverge, checksums: the watch",
     "docs/writing-a-backend.md": "write a plugin: a strategy or an engine of your own",
 }
-"""Pages of the documentation, and what they are about."""
+"""Pages of the documentation, and their subjects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A strategy or a page that was found.
+    """A found strategy or page.
 
     Attributes:
-        score: Says how well it fits.
+        score: The score of the match.
         entry: The entry that describes it.
     """
 
@@ -118,7 +118,7 @@ class Hit:
 
     @property
     def action(self) -> str:
-        """How to get it, or what to use in its place."""
+        """The way to install it, or the name to use instead."""
         status = self.entry["status"]
         if status == "historical":
             return f"use {self.entry['successor']}"
@@ -142,8 +142,8 @@ class SearchResult(TypedDict):
     """A strategy or a page of the documentation.
 
     Attributes:
-        score: A number that is larger the better it fits.
-        action: The way to get it, or the name to use in its place; empty where it can be used.
+        score: The score of the match; larger is better.
+        action: The way to install it, or the name to use instead; empty if it can be used.
     """
 
     score: float
@@ -162,9 +162,9 @@ class Found(TypedDict):
     """The output of ``nnx search --json``.
 
     Attributes:
-        words: The words that were searched for, without those that say nothing.
+        words: The searched words, without filler words.
         results: The best first, removed names last.
-        suggestions: The words to try where nothing was found.
+        suggestions: The words to try if nothing was found.
     """
 
     words: list[str]
@@ -201,10 +201,10 @@ def run_search(words: Sequence[str], *, as_json: bool) -> int:
 
 
 def rank(found: Sequence[dict[str, Any]], words: Sequence[str]) -> list[Hit]:
-    """The entries that fit, the best first.
+    """Return the matching entries, the best first.
 
     Args:
-        found: Entries as those of `nnx list`.
+        found: Entries of the form of `nnx list`.
         words: The words of the question, in lower case.
 
     Example:
@@ -231,14 +231,14 @@ def rank(found: Sequence[dict[str, Any]], words: Sequence[str]) -> list[Hit]:
     best = max((hit.score for hit in today or usual), default=0.0)
 
     def order(hit: Hit) -> tuple[bool, float, str]:
-        """Names of the past go last, unless they fit far better."""
+        """Sort removed names last, unless they match far better."""
         return hit.entry["status"] == "historical" and hit.score < _PAST * best, -hit.score, hit.entry["name"]
 
     return sorted((hit for hit in hits if hit.score >= _LEAST * best), key=order)[:_MOST]
 
 
 def _places(entry: dict[str, Any]) -> Iterator[tuple[int, set[str]]]:
-    """Where words may occur, each place with its worth."""
+    """Yield the texts of an entry as sets of words, each with its weight."""
     if entry["status"] == "page":
         yield _CAPABILITY, set(_words(entry["description"]))
         return
@@ -261,7 +261,7 @@ def _abilities(entry: dict[str, Any]) -> list[str]:
 
 
 def _score(word: str, places: Sequence[tuple[int, set[str]]]) -> float:
-    """The worth of the best place and a little of the others; 0 where neither it nor a synonym occurs."""
+    """Return the weight of the best match and a fraction of the others; 0 without word or synonym."""
     meant = [(word, 1.0), *((other, _SYNONYM) for other in SYNONYMS.get(word, ()))]
     scores = [
         worth * max((part * _likeness(one, text) for one, part in meant for text in texts), default=0.0)
@@ -287,7 +287,7 @@ def _outside(name: str, owner: str, text: str, *, status: str = "installed") -> 
 
 
 def _suggestions(found: Sequence[dict[str, Any]], words: Sequence[str]) -> list[str]:
-    """Words that exist, in place of those that occur nowhere."""
+    """Return existing words for those that occur nowhere."""
     from difflib import get_close_matches
 
     vocabulary = {text for entry in found for _, texts in _places(entry) for text in texts} | LIGHTNING_NAMES
@@ -303,7 +303,7 @@ def _print_nothing(words: Sequence[str], suggestions: Sequence[str]) -> None:
 
 
 def _words(text: str, *, parts: bool = True) -> list[str]:
-    """Lower case words in order, without those that say nothing; with `parts` also the parts of names."""
+    """Return lower case words in order, without filler words; with `parts` also the words inside names."""
     found = re.findall(r"[a-z0-9_]+", text.lower())
     if parts:
         found += [part for word in found for part in word.split("_")]

@@ -1,7 +1,7 @@
-"""``nnx list`` and ``nnx show``: which strategies there are, and everything that is declared about one.
+"""``nnx list`` and ``nnx show``: list strategies, and print the declarations of one.
 
-Everything comes from specs, the catalog and docstrings; torch is not imported. Only the options of one
-strategy are looked up where it is shown, which imports the module that declares them.
+The output comes from specs, the catalog and docstrings, without an import of torch. Only `nnx show` imports
+the module that declares the options of a strategy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-# What `nnx list`, `nnx show` and `search` know of a name, as plain data: one dict for each strategy.
+# The data of `nnx list`, `nnx show` and `search`: one dict of plain data for each strategy.
 #
 # Its ``status`` is ``installed``, ``not installed``, ``disabled``, ``broken``, ``missing`` (the installed
 # version of its package lacks it) or ``historical``. Reads specs and the catalog; imports no engine.
@@ -105,12 +105,12 @@ class Catalogued(TypedDict):
 
 
 class Past(TypedDict):
-    """A name that nothing provides any more.
+    """A removed name.
 
     Attributes:
         until: The last minor version of Lightning that had it, or empty.
         successor: The name to use today.
-        how: A sentence on what to change besides the name, or empty.
+        how: A sentence about other necessary changes, or empty.
         package: The package that provided it outside Lightning, or empty.
     """
 
@@ -127,7 +127,7 @@ class Past(TypedDict):
 
 
 def entries(*, everything: bool) -> list[dict[str, Any]]:
-    """The strategies that can be used; with `everything` also those that could be or once could."""
+    """Return the usable strategies; with `everything` also those of the catalog and removed names."""
     found = [usable(name) for name in StrategyRegistry]
     if everything:
         found += [catalogued(name) for name in sorted(known()) if name not in StrategyRegistry]
@@ -136,13 +136,13 @@ def entries(*, everything: bool) -> list[dict[str, Any]]:
 
 
 def usable(name: str) -> dict[str, Any]:
-    """A strategy that is registered: its whole spec."""
+    """Return the spec of a registered strategy."""
     spec = StrategyRegistry.get(name)
     return {**spec.as_dict(), "status": "installed", "provided_by": StrategyRegistry.owner(name)}
 
 
 def catalogued(name: str) -> dict[str, Any]:
-    """A strategy that a package of the catalog provides, but not here."""
+    """Return the entry of a strategy of the catalog that is not available here."""
     entry = known()[name]
     found: Catalogued = {
         "name": name,
@@ -162,7 +162,7 @@ def catalogued(name: str) -> dict[str, Any]:
 
 
 def past(name: str) -> dict[str, Any]:
-    """A name that nothing provides any more."""
+    """A removed name."""
     old = historical()[name]
     found: Past = {
         "name": name,
@@ -180,7 +180,7 @@ def past(name: str) -> dict[str, Any]:
 
 
 def _status(entry: CatalogEntry) -> NotUsable:
-    """Why a name of the catalog cannot be used."""
+    """Return the reason why a name of the catalog cannot be used."""
     plugins = [plugin for plugin in inventory().plugins if plugin.distribution == entry.distribution]
     if not plugins:
         return "not installed"
@@ -199,7 +199,7 @@ class Listing(TypedDict):
 
 
 def run_list(*, everything: bool, as_json: bool) -> int:
-    """Print the list; a broken plugin is mentioned, and is `nnx doctor`'s matter."""
+    """Print the list, and a note on broken plugins, which `nnx doctor` describes."""
     rows = entries(everything=everything)
     if as_json:
         problems = [problem.as_dict() for problem in inventory().problems]
@@ -275,7 +275,7 @@ class ShownCatalogued(Catalogued):
 
 
 class ShownPast(Past):
-    """A name that nothing provides any more."""
+    """A removed name."""
 
     explanation: str
     remedy: str
@@ -292,11 +292,11 @@ class OfLightning(TypedDict):
 
 
 Shown = ShownUsable | ShownCatalogued | ShownPast | OfLightning
-"""What ``nnx show --json`` prints."""
+"""The output of ``nnx show --json``."""
 
 
 def run_show(name: str, *, as_json: bool) -> int:
-    """Print one strategy; 1 where its plugin is broken, 2 where nothing is known of the name."""
+    """Print one strategy; return 1 if its plugin is broken, 2 if the name is unknown."""
     if name in StrategyRegistry:
         return _show_installed(StrategyRegistry.get(name), as_json=as_json)
     if name in LIGHTNING_NAMES and name not in historical():
@@ -315,7 +315,7 @@ def run_show(name: str, *, as_json: bool) -> int:
 
 
 def options_of(spec: StrategySpec) -> list[dict[str, str]]:
-    """The options of a strategy, from dataclasses whose modules do not import torch.
+    """Return the options of a strategy, from dataclasses whose modules do not import torch.
 
     Raises:
         PluginError: The options are declared, but cannot be imported or are no dataclass.

@@ -1,8 +1,8 @@
-"""Launchers: what starts the processes of a run where neither the user nor Lightning does.
+"""Launchers: classes that start the processes of a run in place of Lightning.
 
 A launcher is a small class that a plugin names in a `LauncherSpec`. It gets a `Job`, starts a process for
-each device of each node, sets torchrun's variables in it, and calls the job's work there:
-`nnx_core.lightning.launcher` makes one of a Trainer's run. A launcher may also start a script, for
+each device of each node, sets torchrun's variables in it, and calls the job's work there.
+`nnx_core.lightning.launcher` makes the job of a Trainer's run. A launcher can also start a script, for
 ``nnx run --on NAME``. This module imports neither torch nor Lightning.
 """
 
@@ -27,7 +27,7 @@ from nnx_core.options import check_options, option
 __all__ = ["Job", "Launcher", "LauncherOptions", "Work", "last_committed", "make_launcher", "variables"]
 
 _PACKAGES = {"ray": "nnx-ray"}
-"""Which distribution brings a launcher that is not installed."""
+"""The distributions of launchers that may not be installed."""
 _OURS = (
     LauncherSpec("slurm", "nnx_core.launch.launcher:Slurm", description="scripts, by srun"),
     LauncherSpec("torchrun", "nnx_core.launch.launcher:Torchrun", description="scripts, by torchrun"),
@@ -35,29 +35,29 @@ _OURS = (
 
 
 class Work(ABC):
-    """The work of each process of a run. It is sent to the processes pickled, by value if necessary."""
+    """The work of each process of a run. It is pickled, by value if necessary."""
 
     @abstractmethod
-    def __call__(self, told: Callable[[str, str], None], resume_from: str | None = None) -> Any:
-        """Do it, in a process in which torchrun's variables are set.
+    def __call__(self, report: Callable[[str, str], None], resume_from: str | None = None) -> Any:
+        """Run the work in a process with torchrun's variables.
 
         Args:
-            told: Takes what the run's other side should know at once: ``("save", path)`` on rank 0 when it
-                begins to save, and ``("failed", text)`` on any rank that fails, before it waits for others.
-            resume_from: The checkpoint that is resumed in place of what the user asked for.
+            report: Sends a message to the launcher at once: ``("save", path)`` on rank zero when a save
+                begins, and ``("failed", text)`` on any rank that fails, before it waits for other ranks.
+            resume_from: The checkpoint to resume from, in place of the user's.
 
         Returns:
-            The results of rank zero; None on the others.
+            The results of rank zero; None on other ranks.
         """
 
     @abstractmethod
     def parts(self) -> Iterable[tuple[str, Any]]:
-        """Return the pieces to send, with names for errors about pieces that cannot be pickled."""
+        """Return the objects to send with their names, for errors about objects that cannot be pickled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run, as a launcher sees it.
+    """A run, as a launcher starts it.
 
     Attributes:
         work: The work of each process.
@@ -77,14 +77,14 @@ class Job:
 def variables(
     rank: int, *, nodes: int, devices: int, address: str, port: int, run: str = "nnx"
 ) -> dict[str, str]:
-    """Torchrun's variables for one process, by which Lightning knows that it need not start any.
+    """Return torchrun's variables for one process; with them Lightning starts no processes.
 
     Args:
-        rank: The global rank; ranks of a node follow one another.
+        rank: The global rank; the ranks of a node are consecutive.
         nodes: The number of nodes.
         devices: The number of processes on each node.
-        address: The address of rank 0's node.
-        port: A port that is free there.
+        address: The address of rank zero's node.
+        port: A free port there.
         run: A name for the run.
 
     Example:
@@ -107,10 +107,10 @@ def variables(
 
 
 def last_committed(paths: Sequence[str]) -> tuple[str, int] | None:
-    """The last checkpoint that can be resumed, and the step it was saved after; None if there is none.
+    """Return the last resumable checkpoint and its global step; None if there is none.
 
     Args:
-        paths: The paths at which saves were begun, in that order; some were not committed, or are gone.
+        paths: The paths of started saves, in order; some may not be committed, or may be deleted.
     """
     from nnx_checkpoint import open_checkpoint
 
@@ -125,12 +125,12 @@ def last_committed(paths: Sequence[str]) -> tuple[str, int] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherOptions:
-    """Options of every launcher; one with more of them extends this class."""
+    """Options of every launcher; a launcher with further options extends this class."""
 
     weights: Literal["auto", "rank0", "none"] = option(
         "auto",
-        help="Whether the process that calls `fit` gets the whole weights back from rank 0: 'auto' is 'none' "
-        "for strategies that shard parameters, whose checkpoints have them.",
+        help="Return the unsharded weights of rank 0 to the process that calls `fit`: 'auto' is 'none' for "
+        "strategies that shard parameters, whose checkpoints have the weights.",
         choices=("auto", "rank0", "none"),
     )
 
@@ -142,7 +142,7 @@ class Launcher(ABC):
     """Starts the processes of a run.
 
     Args:
-        options: An instance of the class's `Options`. Nothing else may be kept that cannot be pickled.
+        options: An instance of the class's `Options`. A launcher must be picklable.
     """
 
     Options: ClassVar[type[LauncherOptions]] = LauncherOptions
@@ -152,10 +152,10 @@ class Launcher(ABC):
 
     @abstractmethod
     def run(self, job: Job) -> Any:
-        """Do a job's work in every process, and return what rank 0's returns.
+        """Run a job's work in every process, and return the result of rank zero.
 
-        However it ends, by Ctrl-C too, no process is left. What the rank that failed first raised is raised
-        here, with its traceback as the cause.
+        It always ends all processes, also on Ctrl-C. It raises the error of the rank that failed first, with
+        its traceback as the cause.
         """
 
     def run_script(self, command: Sequence[str], *, nodes: int, devices: int) -> int:
@@ -178,10 +178,10 @@ def make_launcher(name: str, options: Mapping[str, Any]) -> tuple[Launcher, dict
 
     Args:
         name: A name that a plugin has declared, or ``torchrun`` or ``slurm``.
-        options: Options; those that are not the launcher's are given back.
+        options: Options, of the launcher and others.
 
     Returns:
-        The launcher, and the options that are left.
+        The launcher, and the other options.
 
     Raises:
         OptionError: There is no such launcher, or an option has a wrong value.
@@ -227,26 +227,26 @@ class LauncherNotInstalledError(OptionError, ImportError):
     """The launcher is known, but its distribution is not installed."""
 
 
-# They start nothing but scripts, and need nothing of Python's for it.
+# The launchers of the core start only scripts, by external programs.
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchrunOptions(LauncherOptions):
-    """Options of torchrun, as it calls them."""
+    """Options of torchrun, by its own names."""
 
     node_rank: int = option(0, help="The number of this node.", types=(int,))
     master_addr: str = option("", help="The address of the first node.", types=(str,))
-    master_port: int = option(29500, help="A port that is free there.", types=(int,))
-    max_restarts: int = option(0, help="How often torchrun starts all processes again.", types=(int,))
+    master_port: int = option(29500, help="A free port there.", types=(int,))
+    max_restarts: int = option(0, help="How many times torchrun restarts all processes.", types=(int,))
 
 
 class Torchrun(Launcher):
-    """Starts a script on this node by torchrun; it is called on each node."""
+    """Starts a script on this node by torchrun; run it on each node."""
 
     Options = TorchrunOptions
 
     def run(self, job: Job) -> Any:
-        """Refuse: torchrun starts scripts."""
+        """Raise, because torchrun starts scripts."""
         raise _starts_scripts("torchrun")
 
     def run_script(self, command: Sequence[str], *, nodes: int, devices: int) -> int:
@@ -254,7 +254,7 @@ class Torchrun(Launcher):
         return subprocess.run(self._words(command, nodes, devices), check=False).returncode
 
     def describe(self, command: Sequence[str], *, nodes: int, devices: int) -> str:
-        """The command line of torchrun."""
+        """Return the command line of torchrun."""
         return " ".join(["torchrun", *self._words(command, nodes, devices)[3:]])
 
     def _words(self, command: Sequence[str], nodes: int, devices: int) -> list[str]:
@@ -278,10 +278,10 @@ class Torchrun(Launcher):
 
 
 class Slurm(Launcher):
-    """Starts a script by srun, inside of an allocation or asking for one."""
+    """Starts a script by srun, inside an allocation or with a new one."""
 
     def run(self, job: Job) -> Any:
-        """Refuse: srun starts scripts."""
+        """Raise, because srun starts scripts."""
         raise _starts_scripts("slurm")
 
     def run_script(self, command: Sequence[str], *, nodes: int, devices: int) -> int:
@@ -295,7 +295,7 @@ class Slurm(Launcher):
         return subprocess.run(words, check=False, env={**os.environ, "PYTHONUNBUFFERED": "1"}).returncode
 
     def describe(self, command: Sequence[str], *, nodes: int, devices: int) -> str:
-        """The command line of srun."""
+        """Return the command line of srun."""
         return " ".join(self._words(command, nodes, devices))
 
     def _words(self, command: Sequence[str], nodes: int, devices: int) -> list[str]:
@@ -303,7 +303,7 @@ class Slurm(Launcher):
 
 
 def _script(command: Sequence[str]) -> Sequence[str]:
-    """A script and its arguments, without the python that `nnx run` puts before them."""
+    """Return a script and its arguments, without the Python interpreter that `nnx run` adds."""
     return command[1:] if command[0] == sys.executable else command
 
 

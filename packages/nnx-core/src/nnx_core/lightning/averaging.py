@@ -1,13 +1,12 @@
 """Lightning's averaging callbacks on a model that an engine has laid out.
 
-`WeightAveraging`, what is derived from it, and `StochasticWeightAveraging` average into a copy of the module
-that they make before the strategy lays it out. Here that copy gets tensors laid out like the module's, and
-the callback's own code, which goes from tensor to tensor, then averages, swaps and copies shards. What it
-does with whole state dicts, saving and loading, goes through handles instead. After the stage the copy is
-complete again.
+`WeightAveraging`, its subclasses and `StochasticWeightAveraging` average into a copy of the module that they
+make before the layout. Here that copy gets tensors with the layout of the module, so the callback's own code,
+which works tensor by tensor, averages, swaps and copies shards. Its saving and loading of state dicts uses
+handles instead. After the stage the copy is unsharded again.
 
-This module owns the copy and the methods that it replaces on the callback while a stage runs. When and
-how to average is the callback's business; what a checkpoint looks like is `nnx_core.lightning.checkpoint`'s.
+This module owns the copy, and replaces methods of the callback during a stage. The callback decides when and
+how to average, and `nnx_core.lightning.checkpoint` the form of a checkpoint.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ from nnx_core.view.modules import leave_on_meta, move_to_host
 
 _UPDATING = ("on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_epoch_end")
 _PUBLISHING = ("on_validation_epoch_start", "on_train_end")
-"""The hooks in which the callbacks read or write the module's parameters, and those in which they give the
-module the average."""
+"""The hooks in which the callbacks read or write the module's parameters, and those in which they copy the
+average into the module."""
 _LOADING = ("on_load_checkpoint", "load_state_dict")
-"""The methods in which they get weights out of a checkpoint, in Lightning's order."""
+"""The methods in which they load weights from a checkpoint, in Lightning's order."""
 
 
 class Averages:
     """The averaging callbacks of one Trainer.
 
     Args:
-        backend: Lays the module out.
+        backend: The engine.
     """
 
     def __init__(self, backend: Backend[Any]) -> None:
@@ -61,10 +60,9 @@ class Averages:
         self._loads: list[tuple[Any, str, tuple[Any, ...]]] = []
 
     def prepare(self, root: str, trainer: Any) -> None:
-        """Before the callbacks copy the module for training: let them copy it without its weights.
+        """Make the callbacks copy the module without its weights, and postpone their loads to the layout.
 
-        A complete copy would be in the device's memory, where the model need not fit. What they would load
-        before the module is laid out waits until it is.
+        An unsharded copy would use device memory, which the model may not fit in.
         """
         for callback in averaging_callbacks(trainer):
             if trainer.state.fn == "fit" and copies_only(root, callback):
@@ -75,14 +73,14 @@ class Averages:
         self._loads.append((callback, name, args))
 
     def lay_out(self, trainer: Any, module: nn.Module) -> None:
-        """Lay each callback's copy out like the module, and restore what was to be loaded before. Collective.
+        """Lay each callback's copy out like the module, and run the postponed loads. Collective.
 
         Args:
             trainer: The Trainer with the callbacks.
             module: The module, laid out and with the weights of the checkpoint.
 
         Raises:
-            UnsupportedError: A callback averages something else than the module.
+            UnsupportedError: A callback averages another model than the module.
         """
         light = [route.owner for route in self._routes if route.name == "setup"]
         self._unroute()
@@ -97,10 +95,10 @@ class Averages:
             getattr(callback, name)(*args)
 
     def give_back(self, *, gather: bool) -> None:
-        """Give the callbacks their own methods and complete tensors back, on the host. Collective.
+        """Restore the callbacks' own methods, and unsharded tensors on CPU. Collective.
 
         Args:
-            gather: False after an error that the other ranks did not have: the tensors stay as they are.
+            gather: False after an error of this rank alone: the tensors stay sharded.
         """
         self._unroute()
         self._loads.clear()
@@ -120,7 +118,7 @@ class _Route:
     Args:
         owner: The object.
         name: The name of the method.
-        instead: Called with the object's own method before the arguments.
+        instead: The replacement; its first argument is the object's own method.
     """
 
     def __init__(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
@@ -129,13 +127,13 @@ class _Route:
         setattr(owner, name, partial(instead, getattr(owner, name)))
 
     def remove(self) -> None:
-        """Give the object its own method back."""
+        """Restore the object's own method."""
         delattr(self.owner, self.name)
         vars(self.owner).update(self._was)
 
 
 def _copy_lightly(setup: Callable[..., None], trainer: Any, module: nn.Module, stage: str) -> None:
-    """Run a callback's ``setup``, in which a copy of the module has no weights."""
+    """Run a callback's ``setup``, in which copies of the module have no weights."""
     module.__dict__["__deepcopy__"] = partial(_copy_without_weights, module)
     try:
         setup(trainer, module, stage)
@@ -145,7 +143,7 @@ def _copy_lightly(setup: Callable[..., None], trainer: Any, module: nn.Module, s
 
 def _copy_without_weights(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for tensor in (*module.parameters(), *module.buffers()):
-        memo[id(tensor)] = _holding(tensor, torch.empty(0, dtype=tensor.dtype))  # not on meta: it is moved
+        memo[id(tensor)] = _holding(tensor, torch.empty(0, dtype=tensor.dtype))  # not meta: it is moved
     hook = module.__dict__.pop("__deepcopy__")
     try:
         return copy.deepcopy(module, memo)
@@ -154,21 +152,21 @@ def _copy_without_weights(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _holding(like: Tensor, data: Tensor) -> Tensor:
-    """Data as a parameter or a buffer, whichever `like` is."""
+    """Return data as a parameter if `like` is one, else as a plain tensor."""
     if isinstance(like, nn.Parameter):
         return nn.Parameter(data, requires_grad=like.requires_grad)
     return data
 
 
 class _Average:
-    """The copy that one callback averages into, laid out like the module.
+    """The copy that one callback averages into, with the layout of the module.
 
     Args:
         callback: The callback.
         average: The module that it averages into.
         module: The laid-out module.
-        backend: Its engine.
-        has_weights: True if the copy is complete; else it has no weights yet.
+        backend: The engine.
+        has_weights: True if the copy has weights.
     """
 
     def __init__(
@@ -179,7 +177,7 @@ class _Average:
         self._copy = average.module if isinstance(average, AveragedModel) else average
         self._prefix = "" if self._copy is average else "module."
         self._refuse_another_model()
-        # The first update copies the module's weights whatever it finds: only later ones need what is there.
+        # The first update copies the module's weights; only later ones read the copy's own.
         self._has_begun = has_weights and isinstance(average, AveragedModel) and bool(average.n_averaged > 0)
         self._lay_out()
         self._laid_out = list(module.parameters())
@@ -246,13 +244,13 @@ class _Average:
         self._own_function = average.multi_avg_fn
         function = average.multi_avg_fn
         if function is None and average.avg_fn is None and self._backend.context.device.type != "cpu":
-            # what torch uses there unless told otherwise
+            # torch's default there
             function = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
         if function is not None:
             average.multi_avg_fn = partial(_apart, function)
 
     def give_back(self, *, gather: bool) -> None:
-        """Undo everything; the tensors become complete if they can be gathered."""
+        """Restore the callback; gather the tensors if the other ranks can, too."""
         for route in self._routes:
             route.remove()
         if isinstance(self._average, AveragedModel):
@@ -261,17 +259,20 @@ class _Average:
             self._gather()
 
     def _gather(self) -> None:
-        """Make every tensor of the copy complete, in host memory. Collective."""
+        """Gather every tensor of the copy in CPU memory. Collective."""
         tensors = list(self._like)
         shards = [self._shard(tensor) for tensor in tensors]
-        whole = [
+        replicated = [
             shard.is_whole and not isinstance(t, DTensor) for t, shard in zip(tensors, shards, strict=True)
         ]
-        everywhere = [all(ranks) for ranks in zip(*all_gather_object(whole, control_group()), strict=True)]
+        by_rank = all_gather_object(replicated, control_group())
+        everywhere = [all(ranks) for ranks in zip(*by_rank, strict=True)]
         full: dict[Tensor, Tensor] = {}
-        for tensor, shard, is_whole in zip(tensors, shards, everywhere, strict=True):
-            gather = partial(_complete, tensor, shard)
-            kept = None if is_whole else self._backend.at_end(gather, shape=shard.shape, dtype=shard.dtype)
+        for tensor, shard, is_replicated in zip(tensors, shards, everywhere, strict=True):
+            gather = partial(_unsharded, tensor, shard)
+            kept = None
+            if not is_replicated:
+                kept = self._backend.at_end(gather, shape=shard.shape, dtype=shard.dtype)
             full[tensor] = _holding(tensor, tensor.detach().cpu() if kept is None else kept)
         for _, held, name in _tensors(self._copy):
             held[name] = full[held[name]]
@@ -280,19 +281,19 @@ class _Average:
         move_to_host(self._average)
 
     def _update(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a hook that goes over the module's parameters."""
+        """Run a hook that iterates over the module's parameters."""
         if any(a is not b for a, b in zip(self._module.parameters(), self._laid_out, strict=False)):
-            self._backend.model_state(self._module)  # a forward without backward has left them gathered
+            self._backend.model_state(self._module)  # reshard after a forward without backward
         with as_stored(*self._module.parameters()):
             return own(*args, **kwargs)
 
     def _publish(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a hook that makes the module the average."""
+        """Run a hook that copies the average into the module."""
         self._sync_buffers()
         return self._update(own, *args, **kwargs)
 
     def _sync_buffers(self) -> None:
-        """Give every rank rank 0's average of the buffers, which each rank has of its own."""
+        """Broadcast rank zero's average of the buffers, because each rank averages its own."""
         if not is_distributed():
             return
         for buffer in self._copy.buffers():
@@ -302,7 +303,7 @@ class _Average:
                 buffer.copy_(values)
 
     def _save(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a hook that puts the average's state dict into the checkpoint: handles instead of tensors."""
+        """Run a hook that saves the average's state dict, with handles instead of tensors."""
         handles = {f"{self._prefix}{name}": handle for name, handle in as_state_dict(self._state()).items()}
         rest = {}
         if isinstance(self._average, AveragedModel):
@@ -313,7 +314,7 @@ class _Average:
     def _on_load_checkpoint(
         self, own: Callable[..., Any], trainer: Any, module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        """Restore module and average in place, and show the callback what they then hold."""
+        """Restore module and average in place, and pass the callback their restored state."""
         averaged = CURRENT in checkpoint and STATE in checkpoint
         if averaged:
             self._restore(checkpoint["state_dict"])
@@ -330,7 +331,7 @@ class _Average:
             checkpoint.update(read)
 
     def _load_state_dict(self, own: Callable[..., None], state: dict[str, Any]) -> None:
-        """The same for a callback that keeps the average in its own state."""
+        """Restore the average of a callback that keeps it in its own state."""
         if state.get(AVERAGE) is not None:
             self._restore(state[AVERAGE])
             state = {**state, AVERAGE: _own_state_dict(self._copy)}
@@ -342,7 +343,7 @@ class _Average:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Every parameter and buffer: its full name, the dict that holds it, and its name there; sorted."""
+    """Return every parameter and buffer, sorted: its full name, the dict that holds it, its name there."""
     found = [
         (f"{prefix}.{name}".lstrip("."), held, name)
         for prefix, submodule in module.named_modules(remove_duplicate=False)
@@ -368,8 +369,8 @@ def _apart(
             function([averages[i] for i in chosen], [current[i] for i in chosen], count)
 
 
-def _complete(tensor: Tensor, shard: Shard) -> Tensor:
-    """The complete tensor on every rank, in host memory. Collective."""
+def _unsharded(tensor: Tensor, shard: Shard) -> Tensor:
+    """Gather a tensor on every rank, in CPU memory. Collective."""
     if isinstance(tensor, DTensor):
         sharded: Any = tensor.detach()
         full: Tensor = sharded.to(sharded.device_mesh.device_type).full_tensor()

@@ -18,13 +18,13 @@ _WIDTH = 100
 def first_lines(
     name: str, context: ParallelContext, *, over: str, layout: str, batch: tuple[str, ...]
 ) -> list[str]:
-    """The lines that a run begins with, one for each fact, of at most 100 characters.
+    """Return the first lines of a run, one for each fact, of at most 100 characters.
 
     Args:
-        name: The strategy's.
-        context: This rank's place.
+        name: The name of the strategy.
+        context: The context of this rank.
         over: The name of the process group's backend.
-        layout: The engine's summary of the module, whose clauses are separated by semicolons.
+        layout: The engine's summary of the module, clauses separated by semicolons.
         batch: See `batch_facts`.
 
     Example:
@@ -52,7 +52,7 @@ def first_lines(
 
 
 def _clauses(summary: str) -> Iterator[str]:
-    """The parts of a text between semicolons that are in no brackets."""
+    """Split a text at semicolons outside of brackets."""
     depth = start = 0
     for index, letter in enumerate(summary):
         depth += (letter in "([{") - (letter in ")]}")
@@ -66,13 +66,13 @@ def _clauses(summary: str) -> Iterator[str]:
 def batch_facts(
     size: int | None, *, ranks: int, shares: int, accumulate: int = 1, own_batch: str = ""
 ) -> tuple[str, ...]:
-    """How many samples a step of the optimizer takes, and how that comes about.
+    """Describe the global batch, the samples of an optimizer step, and its factors.
 
     Args:
-        size: Samples of one rank's batch; None if that is not known.
-        ranks: All ranks.
+        size: The samples of one rank's batch; None if unknown.
+        ranks: The number of ranks.
         shares: The number of different batches that the ranks read at a time.
-        accumulate: Batches of a step.
+        accumulate: The batches of a step.
         own_batch: The option that gives every rank a batch of its own.
 
     Example:
@@ -84,31 +84,31 @@ def batch_facts(
     of_one = "the size of a loader's batch" if size is None else str(size)
     factors = [f"{shares} {'ranks' if shares == ranks else 'plan units'}"] if shares > 1 else []
     factors += [of_one, *([f"{accumulate} accumulated"] if accumulate > 1 else [])]
-    said = f"global batch {of_one}"
+    fact = f"global batch {of_one}"
     if len(factors) > 1:
         total = "" if size is None else f"{size * shares * accumulate} "
-        said = f"global batch {total}({' x '.join(factors)})"
+        fact = f"global batch {total}({' x '.join(factors)})"
     if shares == ranks:
-        return (said,)
+        return (fact,)
     together = f"{ranks // shares} ranks share each batch" + ("" if size is None else f" of {size}")
     others = f"{ranks} x that" if size is None else str(size * ranks * accumulate)
     remedy = f"; {own_batch} gives each rank its own" if own_batch else ""
-    return said, f"{together}, ddp has {others}{remedy}"
+    return fact, f"{together}, ddp has {others}{remedy}"
 
 
 def another_batch(before: int, size: int, *, ranks: int, shares: int, accumulate: int, own_batch: str) -> str:
-    """That a resumed run has another global batch than its checkpoint, and what keeps the old one.
+    """Describe a changed global batch of a resumed run, and the options that keep the old one.
 
     Args:
-        before: The samples of a step of the run that saved.
-        size: Samples of one rank's batch.
-        ranks: All ranks.
+        before: The global batch of the saved run, in samples.
+        size: The samples of one rank's batch.
+        ranks: The number of ranks.
         shares: The number of different batches that the ranks read at a time.
-        accumulate: Batches of a step.
+        accumulate: The batches of a step.
         own_batch: The option that gives every rank a batch of its own.
 
     Returns:
-        A sentence; empty where the two are equal.
+        A sentence; empty if the two are equal.
 
     Example:
         >>> another_batch(12, 8, ranks=2, shares=2, accumulate=2, own_batch="")
@@ -129,7 +129,7 @@ def another_batch(before: int, size: int, *, ranks: int, shares: int, accumulate
 
 
 def size_of_loader(loader: Any, batch: Any) -> int | None:
-    """The batch size of a loader, whose last batch may be smaller; else the size of the batch."""
+    """Return the batch size of a loader, whose last batch may be smaller; else the size of the batch."""
     for owner in (loader, getattr(loader, "batch_sampler", None)):
         size = getattr(owner, "batch_size", None)
         if isinstance(size, int):
@@ -138,7 +138,7 @@ def size_of_loader(loader: Any, batch: Any) -> int | None:
 
 
 def size_of_batch(batch: Any) -> int | None:
-    """The number of samples: the length of the first tensor in a batch that has any; None if none has.
+    """Return the number of samples: the length of the first tensor with dims; None without one.
 
     Example:
         >>> import torch
@@ -152,9 +152,9 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, (Mapping, list, tuple)):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(part)
+        for item in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(item)
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

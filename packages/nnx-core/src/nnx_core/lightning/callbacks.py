@@ -1,8 +1,8 @@
-"""Callbacks that give Lightning's own strategies what nnx's do by themselves.
+"""Callbacks that add features of nnx's strategies to Lightning's own strategies.
 
-Two of them, for exact resume and for names of parameters, come with `nnx.CheckpointIO`: they reach Trainer
-through Lightning's public ``callbacks_factory`` entry point, and only when a CheckpointIO exists in the
-process. The third, `nnx.compare_ranks`, is the user's to pass.
+Two of them, for exact resume and for names of parameters, belong to `nnx.CheckpointIO`. Lightning's public
+``callbacks_factory`` entry point adds them to a Trainer if a CheckpointIO exists in the process. The user
+passes the third one, `nnx.compare_ranks`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nnx_base.ranks import control_group, gather_object
 from nnx_checkpoint.format.inflight import current, settle_quietly
 from nnx_checkpoint.reading.naming import RANKS
 from nnx_checkpoint.writing.background import poll
-from nnx_core.agree.watch import Watch
+from nnx_core.agree.divergence import Watch
 from nnx_core.backend import Backend, NoOptions, Sample
 from nnx_core.errors import OptionError
 from nnx_core.lightning.checkpoint import CheckpointIO, exists, innermost_checkpoint_io
@@ -33,13 +33,13 @@ __all__ = ["callbacks", "compare_ranks"]
 
 
 def _make(mixin: type, root: str, *args: Any) -> Any:
-    """A callback of the class that a mixin becomes for one tree of Lightning."""
+    """Make a callback of a mixin's class for one tree of Lightning."""
     base = importlib.import_module(f"{root}.callbacks").Callback
     return type(f"Nnx{mixin.__name__}", (mixin, base), {"root": root})(*args)
 
 
-# Lightning's strategies have the two hooks in which ours call `ExactResume`, and these do nothing there:
-# the callback puts calls into them on the strategy object, for the time of a ``fit``.
+# nnx's strategies call `ExactResume` in two hooks, which do nothing in Lightning's strategies. The callback
+# sets them on the strategy object during a ``fit``.
 
 
 _HOOKS = ("process_dataloader", "on_train_start")
@@ -57,11 +57,11 @@ class ResumeCallback:
     _has_compared = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Its class is made for one tree, so a spawned process makes it again."""
+        """Pickle as a call of `_make`, because the class is made at run time."""
         return (_make, (ResumeCallback, self.root))
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take part in a fit whose checkpoints are ours while its strategy is not."""
+        """Set the hooks for a fit with an `nnx.CheckpointIO` and a strategy of Lightning."""
         strategy = trainer.strategy
         io = innermost_checkpoint_io(strategy.checkpoint_io)
         self._resume, self._has_compared = None, False
@@ -72,13 +72,13 @@ class ResumeCallback:
         strategy.on_train_start = partial(self._resume.start, trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Compare the size of a step's batch with that of the checkpoint that is resumed."""
+        """Compare the global batch size with that of the checkpoint."""
         if self._resume is not None and not self._has_compared:
             self._has_compared = True
             self._resume.compare_batch(trainer, batch, own_batch="")
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Send what this rank has to save to rank 0, which writes alone."""
+        """Send this rank's state to rank zero, which writes the checkpoint."""
         if self._resume is None:
             return
         ranks = gather_object(self._resume.state(trainer), control_group())
@@ -86,20 +86,20 @@ class ResumeCallback:
             checkpoint[RANKS] = ranks
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Take what concerns resuming out of the checkpoint."""
+        """Read the state to resume from the checkpoint."""
         if self._resume is not None:
             self._resume.load(trainer, checkpoint)
             self._resume.activate()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Leave strategy and loaders as they were."""
+        """Restore strategy and loaders."""
         if self._resume is not None:
             self._resume.close(trainer)
         for hook in _HOOKS:
             vars(trainer.strategy).pop(hook, None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Lightning does not call `teardown` after an error."""
+        """Tear down after an error, because Lightning does not call `teardown`."""
         if self._resume is not None:
             self.teardown(trainer, pl_module, "fit")
 
@@ -108,14 +108,14 @@ def _process(resume: ExactResume, trainer: Any, process: Any, loader: Any) -> An
     return resume.process(trainer, process(loader))
 
 
-# ``ddp`` hands a CheckpointIO optimizer states that number their parameters, and nothing that tells which
-# is which: this callback adds the names. It also takes notice of background saves that have ended.
+# ``ddp`` passes a CheckpointIO optimizer states with numbered parameters and without their names: this
+# callback adds the names. It also raises errors of finished background saves.
 
 
 class ParameterNames:
     """Mixin of a callback that writes ``param_names`` into each saved param group.
 
-    nnx's own strategies save from all ranks and take notice of these saves themselves.
+    nnx's strategies save by name, and raise errors of background saves themselves.
 
     Attributes:
         root: The tree of Lightning whose callback this is.
@@ -124,11 +124,11 @@ class ParameterNames:
     root: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Its class is made for one tree, so a spawned process makes it again."""
+        """Pickle as a call of `_make`, because the class is made at run time."""
         return (_make, (ParameterNames, self.root))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Name the parameters of every optimizer state that numbers them."""
+        """Add parameter names to every optimizer state with numbers."""
         names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
         for optimizer, state in zip(trainer.optimizers, checkpoint.get("optimizer_states", ()), strict=False):
             groups = state.get("param_groups", ())
@@ -142,11 +142,11 @@ class ParameterNames:
             trainer.strategy.checkpoint_io.start_run()
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """Raise the error of a background save of this rank alone."""
+        """Raise the error of a finished background save of this rank."""
         poll(collective=False)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Let a save of this rank alone get onto the disk, without hiding this error behind its own."""
+        """Wait for a background save of this rank; its error must not hide this one."""
         save = current()
         if save is not None and not save.collective:
             settle_quietly()
@@ -166,13 +166,13 @@ def _callbacks(root: str) -> list[Any]:
     return [_make(ParameterNames, root), _make(ResumeCallback, root)] if exists() else []
 
 
-# nnx's strategies have the option ``check_every`` for it and call `nnx_core.agree.watch.Watch` themselves:
-# there the callback sets how often. Under Lightning's own, whose modules hold plain tensors or DTensors, it
-# compares.
+# Strategies of nnx have the option ``check_every`` and call `nnx_core.agree.divergence.Watch` themselves; the
+# callback only sets their interval. Lightning's strategies, whose modules hold plain tensors or DTensors,
+# have no such call, so the callback compares.
 
 
 class _AsItIs(Backend[NoOptions]):
-    """Describes a module that another program has laid out."""
+    """Describes a module that Lightning's strategy has laid out."""
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
         return {}
@@ -185,10 +185,10 @@ class _AsItIs(Backend[NoOptions]):
 
 
 class RankComparison:
-    """Mixin of a callback that compares the ranks while they train.
+    """Mixin of a callback that compares the ranks during training.
 
     Args:
-        every: After how many steps.
+        every: The interval in steps.
 
     Attributes:
         root: The tree of Lightning whose callback this is.
@@ -202,11 +202,11 @@ class RankComparison:
         self._steps = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Its class is made for one tree, so a spawned process makes it again."""
+        """Pickle as a call of `_make`, because the class is made at run time."""
         return (_make, (RankComparison, self.root, self.every))
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Begin to count steps."""
+        """Start counting steps."""
         self._watch, self._steps = None, trainer.global_step
         if isinstance(trainer.strategy, ParallelProcesses):
             trainer.strategy.watch = Watch(trainer.strategy.backend, every=self.every)
@@ -214,17 +214,17 @@ class RankComparison:
             self._watch = Watch(_AsItIs(NoOptions()), every=self.every)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        """Compare the ranks if the batch ended a step and it is time. Collective."""
+        """Compare the ranks if the batch ended a step and they are due. Collective."""
         if self._watch is not None and trainer.global_step != self._steps:
             self._steps = trainer.global_step
             self._watch.after_step(pl_module, lambda: trainer.optimizers)
 
 
 def compare_ranks(*, every: int = 100) -> Any:
-    """A callback that compares over the ranks what they must have in common, and names what differs.
+    """Return a callback that compares replicated values over the ranks, and names the first difference.
 
     Args:
-        every: After how many steps; also after each of the first two.
+        every: The interval in steps; the first two steps are compared, too.
 
     Raises:
         OptionError: `every` is not a positive number.

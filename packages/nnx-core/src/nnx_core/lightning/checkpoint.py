@@ -1,8 +1,8 @@
-"""Lightning's checkpoints as shared ones: `nnx.CheckpointIO`, and saving and loading under nnx's strategies.
+"""`nnx.CheckpointIO`: Trainer's checkpoints in nnx's format, under any strategy.
 
-nnx's own strategies save from all ranks (`save_lightning_checkpoint`). Lightning's own, such as ``ddp``, call
-`CheckpointIO.save_checkpoint` on rank 0 only, with complete tensors; the directory that results is the same
-format, and each resumes under the other. Both save in the background on request.
+Strategies of nnx save from all ranks (`save_lightning_checkpoint`). Lightning's own, such as ``ddp``, call
+`CheckpointIO.save_checkpoint` on rank zero with unsharded tensors. Both write the same format, resume each
+other's runs, and can save in the background.
 """
 
 from __future__ import annotations
@@ -50,19 +50,20 @@ def exists() -> bool:
 
 
 class CheckpointIO:
-    """Reads and writes the nnx checkpoint directory; reads Lightning's single files too.
+    """Reads and writes checkpoint directories of nnx, and reads Lightning's single files.
 
     Args:
-        state_dict_type: ``"deduped"`` stores each element once over the ranks, ``"sharded"`` every rank's
-            whole local state.
-        opaque_objects: ``"error"`` refuses objects that have no JSON form; ``"pickle"`` stores them, to be
-            loaded by torch's restricted unpickler only.
-        resume_data: Under Lightning's own strategies, how training data goes on when a run is resumed inside
-            an epoch; nnx's strategies have an option of this name.
-        strict_rng: Likewise, refuse to resume where the random state cannot go on exactly.
-        async_save: Save in the background. Within a run of Trainer, errors are raised at a later step or
-            at its end, and removed checkpoints are kept until the next one is on disk. After the run, when
-            there is nothing to overlap with, saving waits.
+        state_dict_type: ``"deduped"`` stores each element once over the ranks, ``"sharded"`` the complete
+            local state of every rank.
+        opaque_objects: ``"error"`` refuses objects without a JSON form; ``"pickle"`` stores them, and only
+            torch's restricted unpickler loads them.
+        resume_data: The position of the training data after a resume inside an epoch, under Lightning's own
+            strategies: ``"skip"`` skips seen samples, ``"restart"`` starts over. Strategies of nnx have an
+            option of this name.
+        strict_rng: Refuse to resume if the random state cannot resume exactly, under Lightning's own
+            strategies.
+        async_save: Save in the background. During a run of Trainer, a later step or the end of the run raises
+            its errors, and removed checkpoints stay until the next one is on disk. After the run saves wait.
 
     Example:
         ``Trainer(strategy="ddp", plugins=[nnx.CheckpointIO()])``
@@ -89,7 +90,7 @@ class CheckpointIO:
 
     @classmethod
     def _join_lightning(cls) -> None:
-        """Be a CheckpointIO to every copy of Lightning in this process, without inheriting from one."""
+        """Register as a CheckpointIO with every copy of Lightning in this process, without inheriting."""
         roots = [root for root in ("lightning.fabric", "lightning_fabric") if root in sys.modules]
         for root in roots or ["lightning.fabric"]:
             importlib.import_module(f"{root}.plugins.io.checkpoint_io").CheckpointIO.register(cls)
@@ -98,8 +99,8 @@ class CheckpointIO:
         """Write a checkpoint from this process alone.
 
         Args:
-            checkpoint: Lightning's dict, with complete tensors.
-            path: Directory to write; an nnx checkpoint there is replaced atomically.
+            checkpoint: Lightning's dict, with unsharded tensors.
+            path: The directory to write; an existing checkpoint of nnx is replaced atomically.
             storage_options: Not supported.
 
         Raises:
@@ -118,13 +119,13 @@ class CheckpointIO:
         map_location: Callable[..., Any] | None = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint completely, as Lightning's dict.
+        """Read all of a checkpoint, as Lightning's dict.
 
         Args:
             path: A checkpoint of any known format.
-            map_location: Passed to ``torch.load`` for files that Trainer did not write; else tensors are on
-                the CPU.
-            weights_only: Safe loading unless False, which executes what the checkpoint brings along.
+            map_location: Passed to ``torch.load`` for files that Trainer did not write; other tensors are on
+                CPU.
+            weights_only: False executes code in the checkpoint; otherwise loading is safe.
 
         Raises:
             CheckpointError: There is no checkpoint, or it is damaged.
@@ -136,7 +137,7 @@ class CheckpointIO:
             return load_single_file(path, map_location, weights_only)
         checkpoint = dict(stored_objects(stored, "trainer"))
         if stored.format != "nnx" or FABRIC_KEYS in checkpoint:
-            # What Trainer insists on, and neither Fabric's checkpoints nor Lite's have.
+            # Trainer requires these entries; checkpoints of Fabric and Lite lack them.
             required = {"pytorch-lightning_version": version("lightning"), "lr_schedulers": []}
             checkpoint = {**required, **checkpoint}
         state_dict = dict(LazyStateDict(stored))
@@ -152,30 +153,30 @@ class CheckpointIO:
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Delete a checkpoint; nothing happens where there is none.
+        """Delete a checkpoint, if there is one.
 
-        While a save is in flight this waits for its commit, in the background. If that save fails the
-        checkpoint is kept, so that the last good one is never deleted.
+        During a background save the deletion follows its commit. If the save fails, the checkpoint stays, so
+        the last complete one is never deleted.
         """
         after_save(f"removing '{path}'", place_of(path).remove)
 
     def start_run(self) -> None:
-        """From now on somebody takes notice of background saves, until `teardown`."""
+        """Allow background saves until `teardown`: the steps of the run raise their errors."""
         self._run_has_ended = False
 
     def wait(self) -> None:
-        """Wait for the save in flight; on every rank, if it was started on every rank.
+        """Wait for the save in flight. Collective if the save is.
 
         Raises:
-            CheckpointError: It failed.
+            CheckpointError: The save failed.
         """
         settle()
 
     def teardown(self) -> None:
-        """Wait for the save in flight, and give the memory of its copy back.
+        """Wait for the save in flight, and free the memory of its copy.
 
         Raises:
-            CheckpointError: It failed.
+            CheckpointError: The save failed.
         """
         self._run_has_ended = True
         settle()
@@ -185,14 +186,14 @@ class CheckpointIO:
         """Write a checkpoint from all ranks. Collective.
 
         Args:
-            saved: This rank's shards, and the objects of rank 0.
-            path: Directory to write; an nnx checkpoint there is replaced atomically.
-            provenance: Says who wrote it; nothing depends on it.
+            saved: This rank's shards, and the objects of rank zero.
+            path: The directory to write; an existing checkpoint of nnx is replaced atomically.
+            provenance: Metadata about the run, without influence on loading.
         """
         self._save(saved, path, provenance=provenance, collective=True)
 
     def _save(self, saved: Saved, path: Any, *, provenance: Mapping[str, Any], collective: bool) -> None:
-        # After saving this one Lightning asks SLURM to end the job.
+        # After a save of this name Lightning asks SLURM to end the job, so the save must be complete.
         is_last = self._run_has_ended or place_of(path).name.startswith("hpc_ckpt_")
         request = SaveRequest(
             path,
@@ -218,21 +219,21 @@ def settle_together() -> None:
 
 
 def innermost_checkpoint_io(io: Any) -> CheckpointIO | None:
-    """Ours, in which a plugin such as ``AsyncCheckpointIO`` writes in the end; None if it is another's."""
+    """Return the `CheckpointIO` inside of wrappers such as ``AsyncCheckpointIO``; None if there is none."""
     while not isinstance(io, CheckpointIO) and getattr(io, "checkpoint_io", None) is not None:
         io = io.checkpoint_io
     return io if isinstance(io, CheckpointIO) else None
 
 
 def has_logical_names(stored: storage.Checkpoint) -> bool:
-    """Return True if its own keys do not matter: what Fabric's users save has keys that they will ask for."""
+    """Return True for a checkpoint with logical names; False for files of Fabric with the user's own keys."""
     if stored.format != "lightning":
         return True
     return "pytorch-lightning_version" in stored.tree(None, lambda name: name)["trainer"]  # reads no tensor
 
 
 def load_single_file(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Read a file of ``torch.save`` as it is, mapped into memory rather than copied."""
+    """Read a file of ``torch.save`` unchanged, mapped into memory."""
     safe = weights_only is not False
     try:
         loaded: dict[str, Any] = torch.load(
@@ -247,7 +248,7 @@ def load_single_file(path: Any, map_location: Any, weights_only: bool | None) ->
 
 
 def read_optimizer_state(state: Mapping[str, Any]) -> OptimizerState:
-    """An optimizer's state by name, its tensors read where they are on disk still."""
+    """Read the tensors in an optimizer's state that are still on disk."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, StoredName):
@@ -264,8 +265,7 @@ def _named(state: Mapping[str, Any], index: int) -> OptimizerState:
     groups = state["param_groups"]
     if not all("param_names" in group for group in groups):
         raise CheckpointError(
-            f"optimizer {index} numbers its parameters, and nothing says which number is which, so its state "
-            "cannot be saved by name.",
+            f"optimizer {index} numbers its parameters without names, so its state cannot be saved by name.",
             remedy="Build it from `self.named_parameters()`, or save through Trainer.",
         )
     names: dict[int, str] = {}
@@ -275,7 +275,7 @@ def _named(state: Mapping[str, Any], index: int) -> OptimizerState:
 
 
 def refuse_storage_options(storage_options: Any) -> None:
-    """Raise a `CheckpointError` for options that nothing would honour."""
+    """Raise a `CheckpointError` for storage options, which nnx does not support."""
     if storage_options is not None:
         raise CheckpointError(
             f"storage_options={storage_options!r} is not supported by nnx.CheckpointIO.",

@@ -1,10 +1,9 @@
-"""The private names of Lightning that nnx uses, in one place, except those of its loops.
+"""The private names of Lightning that nnx uses, except those of its loops.
 
-What exact resume needs of the loops' counters and of the data fetcher is with it, in
-`nnx_core.lightning.resume.resume`.
+`nnx_core.lightning.resume` uses the loops' counters and the data fetcher.
 
 Checked against Lightning 2.6.6. The functions take the root of a module tree, because the two copies of
-Lightning each have their own classes.
+Lightning have classes of their own.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from nnx_core.agree.stall_watch import name_function
 from nnx_core.errors import CheckpointError
 
 # Upstream: functions of ``loops.training_epoch_loop`` and ``trainer.connectors.signal_connector`` that call
-# torch.distributed by themselves, so that a rank may wait in them.
+# torch.distributed themselves, so a rank may wait in them.
 name_function("_broadcast_sigterm_tensor", "is about to begin a training batch")
 name_function(
     "_sigterm_notifier_fn",
     "received SIGTERM, and the others did not",
-    remedy="Send SIGTERM to every rank, or to rank 0 alone, from which Lightning tells the others.",
+    remedy="Send SIGTERM to every rank, or only to rank 0, from which Lightning forwards it.",
 )
 
 
 def is_last_of_evaluation(trainer: Any, stage: str) -> bool:
-    """Whether the step that runs is the last one of this rank's evaluation; False where it cannot be known.
+    """Return True if the current step is the last one of this rank's evaluation; False if unknown.
 
     Upstream: ``batch_progress`` of ``trainer._evaluation_loop`` and ``trainer.predict_loop``.
     """
@@ -45,7 +44,7 @@ def is_last_of_evaluation(trainer: Any, stage: str) -> bool:
 
 
 def make_launcher(root: str, strategy: Any, *, start_method: str, num_processes: int, num_nodes: int) -> Any:
-    """The object with which Lightning starts the other processes of a node.
+    """Make Lightning's launcher, which starts the other processes of a node.
 
     Upstream: ``strategies.launchers`` of each tree.
     """
@@ -67,7 +66,7 @@ def set_cluster_environment(root: str, strategy: Any, name: str, trainer: Any = 
 
 
 def set_world_ranks(strategy: Any) -> None:
-    """Let a strategy read its rank and the number of ranks from its cluster environment.
+    """Set a strategy's rank and world size from its cluster environment.
 
     Upstream: ``set_world_ranks`` of Trainer's strategies, and ``_set_world_ranks`` of Fabric's.
     """
@@ -75,7 +74,7 @@ def set_world_ranks(strategy: Any) -> None:
 
 
 def capture_global_state() -> Any:
-    """Random state and torch's flags, which another process takes over with ``restore()``.
+    """Capture random state and torch's flags; another process restores them with ``restore()``.
 
     Upstream: ``fabric.strategies.launchers.multiprocessing._GlobalStateSnapshot``.
     """
@@ -85,7 +84,7 @@ def capture_global_state() -> Any:
 
 
 def handle_interrupt(root: str, trainer: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call what a Trainer implements, and tear down after an error as ``trainer.fit`` does.
+    """Call a function of a Trainer, and tear down after an error as ``trainer.fit`` does.
 
     Upstream: ``trainer.call._call_and_handle_interrupt``, of Trainer's trees only.
     """
@@ -96,7 +95,7 @@ def handle_interrupt(root: str, trainer: Any, function: Any, *args: Any, **kwarg
 
 
 def has_no_code(function: Any) -> bool:
-    """Return True if what Fabric launches is nothing: ``fabric.launch()`` without a function.
+    """Return True for ``fabric.launch()`` without a function.
 
     Upstream: ``fabric.fabric._do_nothing``, the first argument of a partial of ``Fabric._wrap_with_setup``.
     """
@@ -115,9 +114,9 @@ def make_optimizers(root: str, module: Any) -> tuple[list[Any], list[Any]]:
 
 
 def attached_trainer(module: Any) -> Any:
-    """The Trainer that a module is attached to; None before a run, and where another process ran it.
+    """Return the Trainer that a module is attached to; None before a run, or if other processes ran it.
 
-    Upstream: ``LightningModule._trainer``; ``LightningModule.trainer`` raises an error where there is none.
+    Upstream: ``LightningModule._trainer``; ``LightningModule.trainer`` raises an error without one.
     """
     return getattr(module, "_trainer", None)
 
@@ -132,7 +131,7 @@ def is_wrapping_checkpoint_io(root: str, checkpoint_io: Any) -> bool:
 
 
 def reset_seed(root: str) -> None:
-    """Put the random state back to the seed of ``seed_everything``, as Lightning's ``ddp`` does.
+    """Reset the random state to the seed of ``seed_everything``, as Lightning's ``ddp`` does.
 
     Upstream: ``utilities.seed.reset_seed`` of Fabric's trees.
     """
@@ -140,7 +139,7 @@ def reset_seed(root: str) -> None:
 
 
 def seed_data_workers(root: str, loader: Any, rank: int) -> None:
-    """Seed a loader's workers after ``seed_everything(workers=True)``, by another than the global rank.
+    """Seed a loader's workers after ``seed_everything(workers=True)``, by another rank than the global one.
 
     Upstream: ``utilities.seed.pl_worker_init_function`` of Fabric's trees, which ``_auto_add_worker_init_fn``
     gives to loaders that have no ``worker_init_fn``.
@@ -158,7 +157,7 @@ def _seed_utilities(root: str) -> Any:
 
 
 def averaging_callbacks(trainer: Any) -> list[Any]:
-    """Callbacks that average into a copy of the model.
+    """Return the callbacks that average into a copy of the model.
 
     Upstream: ``_average_model`` of ``WeightAveraging`` and ``StochasticWeightAveraging``.
     """
@@ -172,7 +171,7 @@ def average_of(callback: Any) -> nn.Module | None:
 
 
 def copies_only(root: str, callback: Any) -> bool:
-    """Return True if an averaging callback does no more in ``setup`` than to copy the model.
+    """Return True if an averaging callback only copies the model in ``setup``.
 
     Upstream: ``setup`` of ``callbacks.WeightAveraging`` and ``callbacks.StochasticWeightAveraging``.
     """
@@ -182,7 +181,7 @@ def copies_only(root: str, callback: Any) -> bool:
 
 
 def running_stage_source(trainer: Any) -> Any:
-    """Where Trainer gets the loader of the stage that is being set up: it has `instance` and `dataloader()`.
+    """Return Trainer's source of the current stage's loader, with `instance` and `dataloader()`.
 
     Upstream: ``_data_source`` of ``trainer.fit_loop`` and of the evaluation and prediction loops.
     """
@@ -196,7 +195,7 @@ def running_stage_source(trainer: Any) -> Any:
 
 
 def running_stage_loader(trainer: Any) -> Iterable[Any]:
-    """A loader of the stage that is being set up, made once more from where Trainer gets it."""
+    """Make another loader of the current stage from Trainer's source."""
     loader = running_stage_source(trainer).dataloader()
     while isinstance(loader, (list, tuple)):
         loader = loader[0] if loader else ()
@@ -204,7 +203,7 @@ def running_stage_loader(trainer: Any) -> Iterable[Any]:
 
 
 def migrate_checkpoint(root: str, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Bring the dict of an older Lightning up to date; its keys are changed in place.
+    """Migrate the dict of an older Lightning to the current form, in place.
 
     Upstream: ``utilities.migration.utils._pl_migrate_checkpoint``, of Trainer's trees only.
     """
@@ -217,7 +216,7 @@ def migrate_checkpoint(root: str, checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def explain_directories(root: str) -> None:
-    """Let ``MyModel.load_from_checkpoint(directory)``, which reads single files only, say what does read it.
+    """Add a remedy to the error of ``MyModel.load_from_checkpoint(directory)``, which reads only files.
 
     Upstream: ``core.saving.pl_load``, of Trainer's trees only.
     """
@@ -246,18 +245,16 @@ def instantiate_from_config(root: str, cls: type, config: dict[str, Any]) -> Any
     return importlib.import_module(f"{root}.cli").instantiate_module(cls, config)
 
 
-# What Lightning's averaging callbacks leave in a checkpoint: a second set of weights, read when needed.
-#
-# Under them ``state_dict`` holds the average, and Lightning's dict the weights being trained beside it:
-# complete models, which no rank wants to have in memory.
+# Lightning's averaging callbacks save a second set of weights: ``state_dict`` holds the average, and another
+# entry of Lightning's dict the trained weights. Both are read on use, so no rank holds an unsharded model.
 
 
 CURRENT = "current_model_state"
-"""Where `WeightAveraging` puts the weights being trained; ``state_dict`` then has the average."""
+"""The key of the trained weights under `WeightAveraging`; ``state_dict`` then holds the average."""
 STATE = "averaging_state"
-"""Where it puts what else the average consists of."""
+"""The key of the other state of its average."""
 AVERAGE = "average_model_state"
-"""Where `StochasticWeightAveraging` has the average, in its own state."""
+"""The key of the average in the state of `StochasticWeightAveraging`."""
 
 
 class WeightsOnDisk(View):
@@ -265,7 +262,7 @@ class WeightsOnDisk(View):
 
     @cached_property
     def objects(self) -> Any:
-        """The common objects, all other tensors in them read."""
+        """The common objects, with all tensors read except those of further weights."""
         described = Described(self.inner)
         for owner, key in _weights_in(stored_objects(described, "trainer")):
             owner[key] = LazyStateDict.of(self, owner[key])
@@ -276,7 +273,7 @@ class WeightsOnDisk(View):
 
 
 def _weights_in(trainer: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """The dicts, and the key in each, under which there are weights."""
+    """Yield the dicts that hold weights, and the key of the weights in each."""
     states = trainer.get("callbacks")
     owners = [(trainer, CURRENT)]
     owners += [(state, AVERAGE) for state in (states.values() if isinstance(states, Mapping) else ())]

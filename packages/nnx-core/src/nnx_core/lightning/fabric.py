@@ -1,4 +1,4 @@
-"""Fabric's side: Lightning Fabric's `Strategy` interface on top of a `Backend`, and its checkpoints."""
+"""The Fabric adapter: Lightning Fabric's `Strategy` interface on top of a `Backend`, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class FabricAdapter(ParallelProcesses):
     """Mixin that makes a `Backend` a strategy of Fabric; combined with the tree's ``ParallelStrategy``.
 
     Attributes:
-        models: The models that were set up, in that order.
+        models: The models that were set up, in order.
     """
 
     precision: Any
@@ -116,7 +116,7 @@ class FabricAdapter(ParallelProcesses):
         self.backend.clip_grad_value(unwrap_optimizer(optimizer), float(clip_val))
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Where a module is made: on the device, or on ``meta`` when `empty_init` is asked for."""
+        """Return a context that makes modules on the device, or on ``meta`` with `empty_init`."""
         stack = ExitStack()
         stack.enter_context(torch.device("meta") if empty_init else self.root_device)
         stack.enter_context(self.precision.module_init_context())
@@ -124,16 +124,16 @@ class FabricAdapter(ParallelProcesses):
         return stack
 
     def module_sharded_context(self) -> AbstractContextManager[Any]:
-        """The older name of `module_init_context`."""
+        """Return the backend's context; the older name of `module_init_context`."""
         return self.backend.module_init_context()
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Nothing: `Backend.parallelize` moves the module, part by part if it must."""
+        """Do nothing: `Backend.parallelize` moves the module, layer by layer if necessary."""
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Lay the module out and make optimizers that were built before hold its new parameters."""
+        """Lay the module out, and replace the parameters in existing optimizers."""
         self._refuse_layers(module)
         replaced = self._parallelize(module)
         for optimizer in optimizers:
@@ -145,12 +145,12 @@ class FabricAdapter(ParallelProcesses):
         return EngineModule(module, self.backend, self._batches), optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Lay the module out; optimizers may follow in `setup_optimizer`."""
+        """Lay the module out; `setup_optimizer` may follow."""
         self._parallelize(module)
         return EngineModule(module, self.backend, self._batches)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Take over an optimizer over the parameters of a module that was set up before."""
+        """Set up an optimizer over the parameters of a module that was set up before."""
         module = self._owners[optimizer] = self.owner_of(optimizer)
         self._refuse_layers(module)
         complete_optimizer(optimizer)
@@ -165,12 +165,12 @@ class FabricAdapter(ParallelProcesses):
         replaced = self.backend.parallelize(module, lambda: example_inputs(module))
         route_precision(self.precision, self.backend)
         self.models.append(module)
-        self._tell(module)
+        self._log_beginning(module)
         return replaced
 
     def owner_of(self, optimizer: Optimizer) -> nn.Module:
-        """The model that was set up whose parameters an optimizer holds."""
-        if optimizer in self._owners:  # from then on it may hold parameters of the engine's own
+        """Return the model whose parameters an optimizer holds."""
+        if optimizer in self._owners:  # the engine may have replaced its parameters since
             return self._owners[optimizer]
         wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for module in self.models:
@@ -183,22 +183,22 @@ class FabricAdapter(ParallelProcesses):
         )
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients; the engine gets the user's module, or all of them where Fabric names none.
+        """Compute and publish gradients; the user's loop may read them.
 
-        The user's own loop follows, which may look at them.
+        Fabric may pass no module. The engine then gets all modules.
         """
         if module is None:
             module = self.models[0] if len(self.models) == 1 else nn.ModuleList(self.models)
         module = unwrap_engine(module)
         scaler = getattr(self.precision, "scaler", None)
-        if scaler is not None and has_own_backward(self.backend):  # the plugin's, which scales, is replaced
+        if scaler is not None and has_own_backward(self.backend):  # replaces the plugin's, which scales
             tensor = scaler.scale(tensor)
         super().backward(tensor, module, *args, **kwargs)  # type: ignore[misc] # of the tree's
         if publishes_gradients(self.backend) and not self._sync_control.is_accumulating:
             self.backend.publish_gradients(module)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, after taking notice of a background save that has ended meanwhile, and compare the ranks."""
+        """Step, raise errors of a finished background save, and compare the ranks if due."""
         poll()
         result = super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc] # of the tree's Strategy
         module = self.owner_of(unwrap_optimizer(optimizer))
@@ -211,7 +211,7 @@ class FabricAdapter(ParallelProcesses):
 
     @property
     def checkpoint_io(self) -> Any:
-        """`nnx.CheckpointIO` unless the user brought another."""
+        """The user's checkpoint IO, or `nnx.CheckpointIO`."""
         if self._checkpoint_io is None:
             self._checkpoint_io = self._own_checkpoint_io()
         return self._checkpoint_io
@@ -221,18 +221,18 @@ class FabricAdapter(ParallelProcesses):
         self._checkpoint_io = checkpoint_io
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """This rank's shards by parameter name; handles, not copies."""
+        """Return handles on this rank's shards by parameter name."""
         return module_state_dict(self.backend, unwrap_engine(module))
 
     def get_optimizer_state(self, optimizer: Any) -> Any:
-        """This rank's optimizer state by parameter name; handles, not copies."""
+        """Return handles on this rank's optimizer state by parameter name."""
         raw = unwrap_optimizer(optimizer)
         return self.backend.optimizer_state(self.owner_of(raw), raw)
 
     def load_module_state_dict(
         self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True
     ) -> None:
-        """Fill this rank's part of a module in place."""
+        """Load this rank's shards of a module in place."""
         restore_model(self.backend, unwrap_engine(module), state_dict, strict=strict)
 
     def save_checkpoint(
@@ -242,33 +242,33 @@ class FabricAdapter(ParallelProcesses):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write modules, optimizers and everything else in `state`, all ranks together.
+        """Save modules, optimizers and all other values in `state`. Collective.
 
         Args:
-            path: Directory to write.
+            path: The directory to write.
             state: Modules, optimizers, objects with ``state_dict``, and values, by the user's own keys.
-            storage_options: Passed to a CheckpointIO that is not nnx's.
-            filter: Decides, by key of `state`, which entries of its state dict to keep.
+            storage_options: Passed to another CheckpointIO than nnx's.
+            filter: A function per key of `state` that returns True for the entries of its state dict to keep.
         """
         save_fabric_checkpoint(self, self.broadcast(path), state, storage_options, filter or {})
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Restore what `state` names in place and return the rest.
+        """Restore the objects in `state` in place, and return the other entries.
 
         Args:
             path: A checkpoint of any nnx strategy, of Trainer or Fabric, or a file of ``torch.save``.
-            state: The same as in `save_checkpoint`; a single module or optimizer for a raw state dict; None
-                returns the whole checkpoint.
+            state: The `state` of `save_checkpoint`; a single module or optimizer for a raw state dict; None
+                returns all entries of the checkpoint.
             strict: Refuse keys of `state` that the checkpoint does not have.
             weights_only: Passed to ``torch.load`` for single files.
         """
         return load_fabric_checkpoint(self, self.broadcast(path), state, strict, weights_only)
 
 
-# Fabric users choose their own keys. Modules and optimizers are stored under the same logical names as
-# Trainer's, and the keys beside them, so that either resumes the other's run.
+# Fabric users choose their own keys. Modules and optimizers are stored under the logical names of Trainer's
+# checkpoints, and the keys separately, so that Trainer and Fabric resume each other's runs.
 
 
 def save_fabric_checkpoint(
@@ -303,8 +303,8 @@ def objects_to_save(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     """Return the saved state of objects other than modules and optimizers.
 
     Returns:
-        Their states, or the objects themselves where they have none; and this rank's random state, which each
-        rank saves for itself, if it is among them.
+        The states, or the objects themselves if they have none; and this rank's random state, if it is among
+        them. Each rank saves its own.
     """
     random = [value for value in objects.values() if isinstance(value, RandomState)]
     states = {
@@ -316,7 +316,7 @@ def objects_to_save(objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def _prefixes(modules: Mapping[str, Any]) -> dict[str, str]:
-    """A single module is stored under plain names, as Trainer stores it; several under their keys."""
+    """Return the prefix of each module's names: none for a single module, as in Trainer's; else its key."""
     return {key: "" if len(modules) == 1 else f"{key}." for key in modules}
 
 
@@ -330,7 +330,7 @@ def _prefixed(strategy: Any, modules: Mapping[str, nn.Module], optimizer: Optimi
 def load_fabric_checkpoint(
     strategy: Any, path: Any, state: Any, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
-    """Restore `state` in place and return the remaining entries. Collective."""
+    """Restore `state` in place, and return the remaining entries. Collective."""
     source = StoredContent(strategy, path, weights_only)
     if isinstance(state, nn.Module):
         restore_model(strategy.backend, unwrap_engine(state), source.model(None), strict=strict)
@@ -362,9 +362,9 @@ def load_fabric_checkpoint(
 
 
 class StoredContent:
-    """An opened checkpoint, looked up by the user's keys.
+    """An open checkpoint, with look-ups by the user's keys.
 
-    A checkpoint of logical names holds one model and numbered optimizers under Trainer's names; a file of
+    A checkpoint with logical names holds one model and numbered optimizers under Trainer's names. A file of
     ``torch.save`` holds the state dicts under the user's own keys.
     """
 
@@ -384,13 +384,13 @@ class StoredContent:
             self.rest.pop(key, None)
 
     def everything(self) -> dict[str, Any]:
-        """The whole checkpoint, tensors included, for users who ask for no particular object."""
+        """Return all entries of the checkpoint, tensors included."""
         model = {} if self.stored is None else {"state_dict": LazyStateDict(self.stored)}
         states = {} if self.optimizers is None else {"optimizer_states": self.optimizers}
         return {**self.rest, **model, **states}
 
     def restore_random(self, random: RandomState, key: str, strict: bool) -> None:
-        """Restore this rank's random state, or seed it from rank 0's. Collective."""
+        """Restore this rank's random state, or rank zero's if there were fewer ranks. Collective."""
         ranks: Any = self.rest.get(RANKS, ()) if self.stored is None else StoredRanks(self.stored)
         with together(control_group(), doing="restoring the random state"):
             if self._found(len(ranks) > 0, key, strict):
@@ -398,7 +398,7 @@ class StoredContent:
                 random.load_state_dict(ranks[rank if rank < len(ranks) else 0])
 
     def has(self, key: str, strict: bool) -> bool:
-        """Return True if the rest has this key; a missing one is an error if `strict`."""
+        """Return True if the other entries have this key; raise for a missing one if `strict`."""
         return self._found(key in self.rest, key, strict)
 
     def has_model(self, key: str, strict: bool) -> bool:
@@ -424,12 +424,12 @@ class StoredContent:
         return found
 
     def model(self, key: str | None, module: nn.Module | None = None) -> Mapping[str, Any]:
-        """The state dict for a key; for None, the only one there is.
+        """Return the state dict of a key; for None, the only one.
 
         Args:
             key: The user's key.
-            module: The module to load. Trainer's names begin with the attribute that holds a module, which is
-                the key if the names are this module's then.
+            module: The module to load. Names in Trainer's checkpoints begin with the attribute of the
+                LightningModule that holds it; the key can be that attribute.
         """
         if self.stored is not None:
             prefix = self.prefix(key)
@@ -468,14 +468,14 @@ def _prefix_of_attribute(stored: Mapping[str, Any], key: str | None, module: nn.
 
 
 def _under_names_of(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An optimizer's state under a module's own names, without what the checkpoint has before them."""
+    """Return an optimizer's state under a module's own names, without the checkpoint's prefix."""
     own = {*parameter_names(module).values()}
     stored = [name for group in state["param_groups"] for name in group["params"]]
     if not stored or not isinstance(stored[0], str) or own.issuperset(stored):
         return state
-    parts = stored[0].split(".")
-    for length in range(1, len(parts)):
-        prefix = ".".join(parts[:length]) + "."
+    levels = stored[0].split(".")
+    for length in range(1, len(levels)):
+        prefix = ".".join(levels[:length]) + "."
         if all(name.startswith(prefix) and name.removeprefix(prefix) in own for name in stored):
             return rename_parameters(state, partial(_remove, prefix))
     return state
@@ -486,6 +486,6 @@ def _remove(prefix: str, name: str) -> str:
 
 
 def rename_parameters(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
-    """An optimizer's state under other names of its parameters."""
+    """Return an optimizer's state with renamed parameters."""
     groups = [{**g, "params": [rename(name) for name in g["params"]]} for g in state["param_groups"]]
     return {"state": {rename(k): v for k, v in state["state"].items()}, "param_groups": groups}

@@ -1,8 +1,7 @@
-"""`nnx.strategy`: any strategy by its name, with options.
+"""`nnx.strategy`: build any strategy by its name, with options.
 
-Importing this module imports Lightning, because the return annotation must be a real class of the tree
-in use: that is what lets LightningCLI accept ``class_path: nnx.strategy``. So annotations are not
-postponed here.
+Importing this module imports Lightning: LightningCLI accepts ``class_path: nnx.strategy`` only if the return
+annotation is a real class of the tree in use. So annotations are not postponed here.
 """
 
 import importlib
@@ -23,11 +22,11 @@ KnownName = Literal[
     "nnscaler_deduped", "nnscaler_dp", "nnscaler_hybrid", "nnscaler_pp", "nnscaler_tp", "nnscaler_zero",
     "nnx_deepspeed_1", "nnx_deepspeed_2", "nnx_deepspeed_3", "nnx_deepspeed_3_cpu",
 ]  # fmt: skip
-"""The names of our own packages, which editors complete; any other name of a plugin's works as well."""
+"""The names of nnx's own packages, for completion in editors; all other names of plugins work, too."""
 
 
 def default_namespace() -> str:
-    """The tree of Lightning that this process uses: the first that is imported, Trainer's before Fabric's."""
+    """Return the tree of Lightning in use: the first imported one, Trainer's before Fabric's."""
     return next((name for name in NAMESPACES if f"{name}.strategies" in sys.modules), next(iter(NAMESPACES)))
 
 
@@ -49,10 +48,10 @@ def strategy(
     Args:
         name: A name that `nnx list` shows, or one of Lightning's own.
         namespace: ``lightning.pytorch``, ``lightning.fabric``, ``pytorch_lightning`` or
-            ``lightning_fabric``; by default the one that is imported, Trainer's before Fabric's.
-        launcher: The launcher that starts the processes, such as ``"ray"``; by default Lightning does.
-        **overrides: Options of the strategy; they win over what it was registered with. Those of the
-            launcher are given in the same way.
+            ``lightning_fabric``; by default the imported one, Trainer's before Fabric's.
+        launcher: The launcher that starts the processes, such as ``"ray"``; by default Lightning's.
+        **overrides: Options of the strategy, which take precedence over registered ones, and options of the
+            launcher.
 
     Raises:
         StrategyNotInstalledError: The catalog knows the name, but its distribution is missing.

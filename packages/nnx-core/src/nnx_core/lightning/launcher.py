@@ -1,7 +1,7 @@
-"""A Trainer's or Fabric's run as the work of a launcher: how it travels, and what comes back.
+"""Run a Trainer or Fabric in the processes of a launcher: the pickled work, and its results.
 
-Trainer, strategy, module and loaders travel as one object, so that each process has one copy of each, as
-those refer to one another. The process that called `fit` trains nothing.
+Trainer, strategy, module and loaders are pickled as one object, because they refer to one another, so each
+process has one copy of each. The process that called `fit` does not train.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OF_CHECKPOINTS = (
     *("best_model_path", "best_model_score", "last_model_path", "dirpath"),
     *("best_k_models", "kth_best_model_path", "kth_value", "current_score"),
 )
-"""What callbacks that save learn in the processes, and users read where `fit` was called."""
+"""Attributes of checkpoint callbacks that are set in the processes, and read where `fit` was called."""
 
 
 def use_launcher(
@@ -49,23 +49,23 @@ def use_launcher(
     gathers: bool | None,
     packages: tuple[str, ...],
 ) -> Any:
-    """Let a strategy's processes be started by a launcher, unless something has started this one.
+    """Start a strategy's processes by a launcher (unless this process was started by one).
 
     Args:
         strategy: A strategy for Trainer or Fabric.
         launcher: The launcher.
         root: The root of Lightning's tree, such as ``"lightning.pytorch"``.
-        shards: True if ranks hold parts of the parameters.
-        gathers: True if the user asked for the weights to be gathered at the end; None if nothing was said.
+        shards: True if the strategy shards parameters.
+        gathers: True if the user wants the weights gathered at the end; None without a choice.
         packages: The distributions that must have the same version everywhere.
 
     Returns:
         The strategy.
 
     Raises:
-        OptionError: The strategy has one process, or its weights cannot be brought back.
+        OptionError: The strategy has one process, or its weights cannot be returned.
     """
-    # Torchrun, `nnx run` and Ray Train have the last word; Lightning's own launcher sets no RANK.
+    # Torchrun, `nnx run` and Ray Train set RANK, and take precedence; Lightning's own launcher sets none.
     if {"RANK", "LOCAL_RANK"} <= os.environ.keys():
         return strategy
     if not hasattr(strategy, "num_processes"):
@@ -91,13 +91,13 @@ def use_launcher(
 
 
 class LightningLauncher:
-    """Starts processes for Lightning; the processes themselves have none.
+    """Starts processes for Lightning; in the processes themselves the strategy has no launcher.
 
     Args:
-        strategy: The strategy that it belongs to.
-        launcher: The launcher that does it.
+        strategy: The strategy.
+        launcher: The launcher that starts the processes.
         root: The root of Lightning's tree.
-        brings_weights: True if rank 0's weights come back.
+        brings_weights: True if rank zero's weights are returned.
         packages: The distributions that must have the same version everywhere.
     """
 
@@ -113,9 +113,9 @@ class LightningLauncher:
         """Call a function in every process.
 
         Args:
-            function: Trainer's own implementation of `fit` and the like, or what Fabric is to launch.
+            function: Trainer's implementation of `fit` and the like, or the function that Fabric launches.
             *args: Its arguments.
-            trainer: The Trainer that takes over what rank 0 brings back.
+            trainer: The Trainer that takes over rank zero's results.
             **kwargs: Further arguments of the function.
         """
         strategy = self.strategy
@@ -132,9 +132,9 @@ class LightningLauncher:
             and not bound.arguments.get("ckpt_path")
         ):
             raise UnsupportedError(
-                "a run begins with the weights that the module has, and those of its last run stayed in the "
+                "a run begins with the weights of the module, and those of its last run stayed in the "
                 "processes of the launcher.",
-                remedy="Pass `ckpt_path`, or let the run before bring them back: weights='rank0'.",
+                remedy="Pass `ckpt_path`, or return the weights of each run: weights='rank0'.",
             )
         run = LightningRun(self.root, strategy, function, dict(bound.arguments), trainer, self.brings_weights)
         job = Job(
@@ -150,7 +150,7 @@ class LightningLauncher:
         return outcome.result
 
     def kill(self, signum: int) -> None:
-        """Nothing: `Launcher.run` leaves no process behind, however it ends."""
+        """Do nothing: `Launcher.run` always ends its processes."""
 
 
 @dataclass
@@ -158,12 +158,12 @@ class Outcome:
     """The results of rank zero.
 
     Attributes:
-        result: The value that the function returned.
+        result: The return value of the function.
         state: The Trainer's state.
-        metrics: The metrics that callbacks see.
+        metrics: The metrics of callbacks.
         progress: The counters of the fit loop.
-        checkpoints: The attributes of callbacks that save, in the order of the callbacks.
-        weights: The whole weights; None where they stay.
+        checkpoints: The attributes of checkpoint callbacks, in the order of the callbacks.
+        weights: The unsharded weights; None if they are not returned.
     """
 
     result: Any
@@ -175,15 +175,15 @@ class Outcome:
 
 
 class LightningRun(Work):
-    """Calls one of Lightning's functions in a process, with the rank of the environment variables.
+    """Calls one of Lightning's functions in a process, with the rank from environment variables.
 
     Args:
         root: The root of Lightning's tree.
         strategy: The strategy.
         function: The function.
         arguments: Its arguments by name.
-        trainer: The Trainer that the function belongs to; None for Fabric.
-        brings_weights: True if rank 0's weights come back.
+        trainer: The Trainer of the function; None for Fabric.
+        brings_weights: True if rank zero's weights are returned.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class LightningRun(Work):
         self.global_state = capture_global_state()
         self.left = trainer is not None and _is_left(trainer.lightning_module)
 
-    def __call__(self, told: Callable[[str, str], None], resume_from: str | None = None) -> Outcome | None:
+    def __call__(self, report: Callable[[str, str], None], resume_from: str | None = None) -> Outcome | None:
         """Call the function."""
         strategy, trainer = self.strategy, self.trainer
         self.global_state.restore()
@@ -208,22 +208,22 @@ class LightningRun(Work):
         strategy._launcher = None
         set_world_ranks(strategy)
         rank = int(os.environ["RANK"])
-        if self.left:  # a checkpoint has the values; pickling has lost the mark
+        if self.left:  # pickling drops the mark; the checkpoint has the values
             leave_on_meta(trainer.lightning_module)
             if not isinstance(strategy, ParallelProcesses):
                 allocate_again(trainer.lightning_module)
         if resume_from is not None and self._fits:
             self.arguments["ckpt_path"] = resume_from
         if rank == 0 and self._fits:
-            strategy.save_checkpoint = _telling_of_saves(strategy.save_checkpoint, told)
-        function = _telling_of_errors(self.function, told)
+            strategy.save_checkpoint = _reporting_saves(strategy.save_checkpoint, report)
+        function = _reporting_errors(self.function, report)
         bound = signature(self.function).bind_partial()
         bound.arguments.update(self.arguments)
         result = handle_interrupt(self.root, trainer, function, *bound.args, **bound.kwargs)
         return self._outcome(result) if rank == 0 else None
 
     def parts(self) -> Iterable[tuple[str, Any]]:
-        """The arguments, the Trainer's callbacks and loggers, and everything."""
+        """Yield names and values that may fail to pickle: arguments, callbacks, loggers, and the run."""
         for name, value in self.arguments.items():
             if isinstance(value, nn.Module):
                 yield from _attributes(value)
@@ -255,7 +255,7 @@ class LightningRun(Work):
 
 
 def _take_over(outcome: Outcome, trainer: Any) -> None:
-    """Let the Trainer that called for the run look as if it had trained."""
+    """Copy the results into the Trainer of the calling process, as if it had trained."""
     fitted = trainer.state.fn == "fit"
     trainer.state = outcome.state
     trainer.callback_metrics.update(outcome.metrics)
@@ -277,7 +277,7 @@ def _take_over(outcome: Outcome, trainer: Any) -> None:
     except RuntimeError as error:
         _leave(module)
         raise LaunchError(
-            f"the run has ended well, but its weights do not fit the module here: {error}.",
+            f"the run has succeeded, but its weights do not fit the module here: {error}.",
             remedy="Read them from a checkpoint, and pass weights='none'.",
         ) from error
 
@@ -285,7 +285,7 @@ def _take_over(outcome: Outcome, trainer: Any) -> None:
 def _leave(module: nn.Module) -> None:
     """Mark the module's weights as untrained, because the trained ones are in other processes."""
     leave_on_meta(module)
-    vars(module)["_nnx_left"] = True  # of a module that `configure_model` builds there is nothing here
+    vars(module)["_nnx_left"] = True  # `configure_model` may have built no parameters here
 
 
 def _is_left(module: nn.Module) -> bool:
@@ -293,38 +293,40 @@ def _is_left(module: nn.Module) -> bool:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, part in module.named_modules():
+    for name, submodule in module.named_modules():
         owner = f"the module's {name!r}, its" if name else "the module's"
-        for key, value in vars(part).items():
+        for key, value in vars(submodule).items():
             if key not in ("_modules", "_trainer"):
                 yield f"{owner} attribute {key!r}", value
 
 
-def _telling_of_saves(save: Callable[..., Any], told: Callable[[str, str], None]) -> Callable[..., Any]:
+def _reporting_saves(save: Callable[..., Any], report: Callable[[str, str], None]) -> Callable[..., Any]:
+    """Wrap a save so that it reports each resumable checkpoint to the launcher."""
+
     def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        if "optimizer_states" in checkpoint:  # one of weights only cannot be resumed
+        if "optimizer_states" in checkpoint:  # a weights-only checkpoint cannot be resumed
             path = os.fspath(filepath)
-            told("save", path if "://" in path else os.path.abspath(path))  # noqa: PTH100 - may be no path
+            report("save", path if "://" in path else os.path.abspath(path))  # noqa: PTH100 - may be no path
         return save(checkpoint, filepath, *args, **kwargs)
 
     return save_checkpoint
 
 
-def _telling_of_errors(function: Callable[..., Any], told: Callable[[str, str], None]) -> Callable[..., Any]:
-    """The function, but an error is told before the teardown, which may wait for other ranks."""
+def _reporting_errors(function: Callable[..., Any], report: Callable[[str, str], None]) -> Callable[..., Any]:
+    """Wrap a function so that it reports an error before the teardown, which may wait for other ranks."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except BaseException:
-            told("failed", traceback.format_exc())
+            report("failed", traceback.format_exc())
             raise
 
     return call
 
 
 def _progress(trainer: Any) -> dict[str, Any]:
-    """The counters of the fit loop, without what loaders and users keep there."""
+    """Return the counters of the fit loop, without the states of loaders and users."""
     state = trainer.fit_loop.state_dict()
     return {
         name: value for name, value in state.items() if not name.endswith(("state_dict", "combined_loader"))

@@ -1,7 +1,7 @@
-"""`nnx.load_from_checkpoint`: a model out of a checkpoint of any format, in one process, without a Trainer.
+"""`nnx.load_from_checkpoint`: load a model from a checkpoint of any format, without a Trainer.
 
-The class is built with the hyper-parameters that the checkpoint holds, and its weights are then read straight
-into place, so that they are in memory once.
+`nnx_core.lightning.model_class` builds the class with the checkpoint's hyper-parameters. The weights are then
+read into the module's own memory, so they are in memory once.
 """
 
 from __future__ import annotations
@@ -28,13 +28,6 @@ from nnx_core.lightning.model_class import Kind, Trust, build, kind_of
 __all__ = ["load_from_checkpoint"]
 
 
-# `nnx.load_from_checkpoint`: a model out of a checkpoint of any format, in one process, without a Trainer.
-#
-# The class is built with the hyper-parameters that the checkpoint holds, and its weights are then read
-# straight into place, so that they are in memory once. `nnx_core.lightning.loading` builds; this module
-# fills.
-
-
 log = logging.getLogger("nnx.lightning")
 
 T = TypeVar("T")
@@ -53,29 +46,28 @@ def load_from_checkpoint(
 ) -> T:
     """Build a model, or a data module, from a checkpoint of any known format.
 
-    As ``LightningModule.load_from_checkpoint`` does, which opens single files only: the class gets the
-    hyper-parameters that were saved, ``configure_model`` and ``on_load_checkpoint`` are called, and the
-    weights are loaded. They are read into the module's own memory, so there is no second copy of the model.
+    It does the same as ``LightningModule.load_from_checkpoint``, which opens single files only: the class
+    gets the saved hyper-parameters, ``configure_model`` and ``on_load_checkpoint`` run, and the weights are
+    loaded. They are read into the module's own memory, without a second copy of the model.
 
     Args:
         cls: A LightningModule or LightningDataModule of either Lightning package, or a plain ``nn.Module``.
         path: A checkpoint of any format: a directory, a file or a URL.
-        map_location: Device to put the model on, in any form that ``torch.load`` takes. By default it
-            stays where the class builds it.
-        strict: True if missing and unexpected names are an error; by default the module's ``strict_loading``,
-            which is True unless it was set.
-        weights_only: False executes code that whoever wrote the checkpoint may have put there; it implies
+        map_location: The device of the model, in any form that ``torch.load`` takes. By default it stays on
+            the device on which the class builds it.
+        strict: Raise for missing and unexpected names; by default the module's ``strict_loading``, which is
+            True unless it was set.
+        weights_only: False executes code in the checkpoint, which may be malicious, and implies
             ``trust=True``.
-        trust: The classes and functions that a configuration of LightningCLI in the checkpoint names and that
-            may be imported and called, as in ``["my.module.Encoder"]``; True for all of them. Without it
-            the class gets plain data only.
-        **kwargs: Arguments for the class, in place of saved hyper-parameters or beside them.
+        trust: Names in a LightningCLI configuration of the checkpoint that may be imported and called, such
+            as ``["my.module.Encoder"]``; True for all of them. Without it the class gets only plain data.
+        **kwargs: Arguments for the class, which take precedence over saved hyper-parameters.
 
     Returns:
         The model, in training mode as it was built.
 
     Raises:
-        CheckpointError: There is no checkpoint, the class cannot be built from what it holds, or it is of
+        CheckpointError: There is no checkpoint, its hyper-parameters do not fit the class, or it is one of
             another model.
         OptionError: `cls` cannot be loaded, or `strict` contradicts it.
 
@@ -95,7 +87,7 @@ def load_from_checkpoint(
 
 
 def _lightning_dict(stored: Checkpoint, kind: Kind) -> dict[str, Any]:
-    """Return the dict that Lightning's hooks expect, with its ``state_dict`` still on disk."""
+    """Return the dict that Lightning's hooks expect, with a ``state_dict`` that is read on use."""
     content = {**stored_objects(stored, "trainer"), "state_dict": LazyStateDict(stored)}
     return migrate_checkpoint(kind.root, content) if kind.root else content
 
@@ -122,7 +114,7 @@ def _load_model(
 
 
 def _shard_of(tensor: Tensor, *, parameter: nn.Parameter | None = None) -> Shard:
-    if nn.parameter.is_lazy(tensor):  # a lazy layer allocates it in a hook of its own
+    if nn.parameter.is_lazy(tensor):  # a lazy layer allocates it in its own hook
         return Shard((), tensor.dtype, (), ())
     return shard_of(tensor)
 
@@ -138,7 +130,7 @@ def _warn_of_names(state: ModelState, state_dict: Mapping[str, Any]) -> None:
 
 
 def _is_strict(module: Any, kind: Kind, strict: bool | None) -> bool:
-    """The module's own choice unless the caller made one; both must agree."""
+    """Return the caller's `strict`, or the module's own; they must not contradict each other."""
     if not kind.is_module:
         return strict is not False
     chosen = bool(module.strict_loading)
@@ -151,7 +143,7 @@ def _is_strict(module: Any, kind: Kind, strict: bool | None) -> bool:
 
 
 def _device(map_location: MapLocation) -> torch.device | None:
-    """Where tensors that a checkpoint holds on the CPU go; None leaves them where the class builds them."""
+    """Return the device for CPU tensors of a checkpoint; None keeps the device that the class builds on."""
     if map_location is None:
         return None
     if isinstance(map_location, Mapping):

@@ -1,12 +1,12 @@
-"""Build the user's class from the hyperparameters of a checkpoint.
+"""Build the user's class from the hyper-parameters of a checkpoint.
 
-This follows Lightning's rules: hyper-parameters saved by ``save_hyperparameters`` are the arguments, or
-one argument if they were saved under a name; what the caller passes wins; what ``__init__`` does not take
-is left out.
+It follows Lightning's rules. Hyper-parameters of ``save_hyperparameters`` are the arguments, or one argument
+if they were saved under a name. Arguments of the caller take precedence. Arguments that ``__init__`` does not
+take are dropped.
 
-Without trust nothing is imported, looked up or called because a checkpoint names it: a class gets plain
-data, converted to the types that its own ``__init__`` declares. With trust the allowed names are
-imported, by jsonargparse, as LightningCLI does.
+Without trust, no name in a checkpoint is imported, looked up or called: a class gets plain data, converted to
+the types that its own ``__init__`` declares. With trust, jsonargparse imports the allowed names, as
+LightningCLI does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nnx_core.errors import CheckpointError, OptionError
 from nnx_core.lightning.compat import instantiate_from_config
 
 Trust = bool | Collection[str]
-"""True: everything that a checkpoint names may be imported and called; else the names that may."""
+"""True allows to import and call all names in a checkpoint; a collection allows only those names."""
 
 
 _ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -45,7 +45,7 @@ class Kind:
     """The kind of a class for Lightning.
 
     Attributes:
-        root: Root of the copy of Lightning it belongs to; empty for a plain ``nn.Module``.
+        root: The root of its copy of Lightning; empty for a plain ``nn.Module``.
         is_module: True if it is a LightningModule.
         is_data_module: True if it is a LightningDataModule.
     """
@@ -56,7 +56,7 @@ class Kind:
 
 
 def kind_of(cls: Any) -> Kind:
-    """Find out what a class is.
+    """Classify a class.
 
     Raises:
         OptionError: It is neither a module nor a data module.
@@ -86,15 +86,15 @@ def build(
 
     Args:
         cls: The class.
-        kind: The kind of class that it is to Lightning.
-        content: Lightning's dict; its hyper-parameters are updated with `given`, for hooks to see.
-        given: Arguments of the caller's.
+        kind: The kind of the class.
+        content: Lightning's dict; its hyper-parameters are updated with `given`, for hooks to read.
+        given: The caller's arguments.
         source: The checkpoint's path, for messages.
         trust: The names in the checkpoint that may be imported and called.
 
     Raises:
-        CheckpointError: An argument is missing, the checkpoint names what is not trusted, or the class
-            raises an error.
+        CheckpointError: An argument is missing, the checkpoint contains a name that is not trusted, or the
+            class raises an error.
     """
     arguments = _arguments(cls, content, given) if kind.root else dict(given)
     instantiator = arguments.pop("_instantiator", None)
@@ -110,12 +110,12 @@ def build(
     _require_arguments(cls, arguments, source)
     try:
         return cls(**arguments)
-    except Exception as error:  # whatever the class raises
+    except Exception as error:  # any error of the class
         raise _unbuildable(cls, source, f"{type(error).__name__}: {error}") from error
 
 
 def _arguments(cls: Any, content: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a checkpoint as arguments of a class."""
+    """Return the hyper-parameters of a checkpoint as arguments of a class."""
     saved = content.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
     if not isinstance(saved, MutableMapping):
         raise CheckpointError(
@@ -127,8 +127,8 @@ def _arguments(cls: Any, content: dict[str, Any], given: Mapping[str, Any]) -> d
     made_of = content.get(cls.CHECKPOINT_HYPER_PARAMS_TYPE)
     name = content.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)
     if name and name in inspect.signature(cls).parameters:
-        whole = made_of(saved) if callable(made_of) else saved
-        return {**dict(given), name: whole}
+        argument = made_of(saved) if callable(made_of) else saved
+        return {**dict(given), name: argument}
     return dict(saved)
 
 
@@ -152,25 +152,25 @@ def _require_arguments(cls: Any, arguments: Mapping[str, Any], source: str) -> N
 def _instantiate(
     cls: Any, kind: Kind, arguments: dict[str, Any], given: Mapping[str, Any], source: str, trust: Trust
 ) -> Any:
-    """Build what LightningCLI built, whose hyper-parameters are a configuration with names in it."""
+    """Build a class of LightningCLI, whose hyper-parameters are a configuration with names."""
     if not isinstance(trust, bool):
         allowed = {trust} if isinstance(trust, str) else set(trust)
         stored = {name: value for name, value in arguments.items() if name not in given}
         _refuse_names(cls, {n: v - allowed for n, v in _names_in(cls, stored).items() if v - allowed}, source)
     try:
         return instantiate_from_config(kind.root, cls, arguments)
-    except Exception as error:  # whatever jsonargparse or the class raises
+    except Exception as error:  # any error of jsonargparse or the class
         raise _unbuildable(cls, source, f"{type(error).__name__}: {error}") from error
 
 
 class _NotPlainError(Exception):
-    """A value stands for something that plain data cannot give."""
+    """A value cannot be made from plain data."""
 
 
 def _plain_arguments(
     cls: Any, arguments: dict[str, Any], given: Mapping[str, Any], source: str
 ) -> dict[str, Any]:
-    """The stored hyper-parameters as the types that the class declares; the caller's are left alone."""
+    """Convert stored hyper-parameters to the types that the class declares; not the caller's."""
     hints, plain, refused = _hints(cls), {}, {}
     for name, value in arguments.items():
         if name == "_class_path":
@@ -186,10 +186,10 @@ def _plain_arguments(
 
 
 def _converted(value: Any, annotation: Any) -> Any:  # noqa: PLR0911 - one line for each kind of annotation
-    """Plain data as a declared type.
+    """Convert plain data to a declared type.
 
     Raises:
-        _NotPlainError: The type is a class or a callable, or the data name one.
+        _NotPlainError: The type is a class or a callable, or the data contain the name of one.
     """
     if value is None or annotation in (Any, object):
         return _without_class_paths(value)
@@ -233,7 +233,7 @@ def _item_type(inner: tuple[Any, ...], index: int) -> Any:
 
 
 def _without_class_paths(value: Any) -> Any:
-    """Data in which nothing names a class, as they are."""
+    """Return the data unchanged; raise if they contain a class path."""
     items = value.values() if isinstance(value, Mapping) else value
     if isinstance(value, Mapping) and any(key in value for key in _CLASS_PATHS):
         raise _NotPlainError
@@ -244,7 +244,7 @@ def _without_class_paths(value: Any) -> Any:
 
 
 def _names_in(cls: Any, stored: Mapping[str, Any]) -> dict[str, set[str]]:
-    """By parameter, what jsonargparse may import because the checkpoint names it."""
+    """Return, by parameter, the names in a checkpoint that jsonargparse may import."""
     hints, found = _hints(cls), {}
     for name, value in stored.items():
         if name == "_class_path":
@@ -260,13 +260,13 @@ def _names_in(cls: Any, stored: Mapping[str, Any]) -> dict[str, set[str]]:
 
 
 def _refuse_structure(text: str) -> None:
-    """Jsonargparse reads YAML in strings, and there may be a class path in it."""
+    """Refuse a string that jsonargparse may parse as YAML, which may contain a class path."""
     if any(sign in text for sign in "{}[]\n") or ": " in text:
         raise _NotPlainError
 
 
 def _names(value: Any) -> set[str]:
-    """Everything in a configuration that may be a name to import: class paths, and strings with a dot."""
+    """Return all possible names to import in a configuration: class paths, and strings with a dot."""
     if isinstance(value, str):
         return {value}
     if isinstance(value, Mapping):
@@ -282,7 +282,7 @@ def _hints(cls: Any) -> dict[str, Any]:
     """Return the declared types of the class's arguments; none if a declaration cannot be evaluated."""
     try:
         return get_type_hints(cls.__init__)
-    except Exception:  # whatever the names in an annotation raise
+    except Exception:  # any error of an annotation
         return {}
 
 
@@ -292,8 +292,8 @@ def _refuse_names(cls: Any, refused: Mapping[str, Collection[str]], source: str)
     named = "; ".join(f"{name!r} names {', '.join(sorted(map(repr, of)))}" for name, of in refused.items())
     all_names = sorted({name for of in refused.values() for name in of})
     raise CheckpointError(
-        f"cannot build {cls.__name__} from '{source}': its hyper-parameters name what would have to be "
-        f"imported or called: {named}.",
+        f"cannot build {cls.__name__} from '{source}': its hyper-parameters contain names to import or "
+        f"call: {named}.",
         remedy=f"Pass the objects (`{next(iter(refused))}=...`), or, if you trust whoever wrote it, "
         f"`nnx.load_from_checkpoint({cls.__name__}, path, trust={all_names!r})`; trust=True allows all.",
     )

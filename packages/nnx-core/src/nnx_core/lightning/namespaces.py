@@ -13,8 +13,6 @@ from typing_extensions import Self
 from nnx_core.errors import OptionError
 from nnx_core.options import CommonOptions, split_options
 
-# The four module trees a strategy can be built for, and what each calls its parts.
-
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
@@ -23,7 +21,7 @@ class Namespace:
     Attributes:
         name: The tree's root, such as ``lightning.pytorch``.
         is_fabric: True if its strategies serve Fabric rather than Trainer.
-        strategy: Name of the strategy class for this tree, in this module.
+        strategy: The name of the strategy class for this tree, in this module.
     """
 
     name: str
@@ -31,11 +29,11 @@ class Namespace:
     strategy: str
 
     def strategy_class(self) -> Any:
-        """The adapter class for this tree; imports Lightning."""
+        """Return the adapter class for this tree; imports Lightning."""
         return getattr(sys.modules[__name__], self.strategy)
 
     def base_class(self) -> Any:
-        """Lightning's own base class of strategies in this tree."""
+        """Return Lightning's own base class of strategies in this tree."""
         return importlib.import_module(f"{self.name}.strategies").Strategy
 
 
@@ -66,14 +64,14 @@ def get_namespace(name: str) -> Namespace:
 
 
 def trainer_tree() -> str:
-    """Root of the copy of Lightning whose Trainer this process uses: the first that is imported."""
+    """Return the root of the copy of Lightning whose Trainer is in use: the first imported one."""
     roots = [space.name for space in NAMESPACES.values() if not space.is_fabric]
     return next((root for root in roots if f"{root}.strategies" in sys.modules), roots[0])
 
 
-# The strategy class of a tree inherits from the adapter and from the tree's own base class, so it can only be
-# made where that copy of Lightning is installed. It is made when its name is first looked up in this module,
-# which is also how a spawned process finds it: pickle knows a class by module and name.
+# The strategy class of a tree inherits from the adapter and from the tree's own base class, so it needs that
+# copy of Lightning. It is made at the first look-up of its name in this module. A spawned process finds it in
+# the same way, because pickle refers to a class by module and name.
 
 
 def __getattr__(name: str) -> Any:
@@ -100,23 +98,23 @@ def _make_strategy_class(space: Namespace) -> type:
 
 
 class StrategyOfTrainer:
-    """The base of a strategy with a name and arguments of its own, for the Trainer whose copy is in use.
+    """Base class of a strategy with a name and arguments of its own, for the Trainer in use.
 
-    An object of a subclass is also of nnx's strategy class for that copy; its constructor ends with `_build`.
+    An instance of a subclass is also one of nnx's strategy class; its constructor ends with `_build`.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """An object of this class and of nnx's strategy class for the Trainer in use."""
+        """Make an instance of this class and of nnx's strategy class for the Trainer in use."""
         made = _strategy_class_of(cls, trainer_tree())  # type: ignore[arg-type] # mypy on hashes
         return cast("Self", object.__new__(made))
 
     def _build(self, backend: type[Any], name: str, given: dict[str, Any], **lightning: Any) -> None:
-        """Make the backend, and be its strategy.
+        """Make the backend, and initialize its strategy.
 
         Args:
             backend: The class of the backend.
             name: The name of the strategy.
-            given: Options of the backend, and those that all strategies of nnx have.
+            given: Options of the backend, and common options of nnx's strategies.
             **lightning: Arguments of Lightning's own strategies.
         """
         common, own = split_options(given, owner=name, schemas=(CommonOptions, backend.Options))
@@ -127,6 +125,6 @@ class StrategyOfTrainer:
 
 @cache
 def _strategy_class_of(cls: type, root: str) -> type:
-    """A class of both: one with arguments of its own, and the strategy class for a tree."""
+    """Return a class that inherits from a class with its own arguments, and from a tree's strategy class."""
     bases = (cls, get_namespace(root).strategy_class())
     return type(cls.__name__, bases, {"__module__": cls.__module__, "__doc__": cls.__doc__})

@@ -1,7 +1,7 @@
 """Run the same number of prediction steps on every rank.
 
-To predict, Lightning deals samples out without padding, so that one rank may have a batch more than
-another. Where a forward is collective the others would leave that rank waiting for ever.
+For prediction, Lightning distributes samples without padding, so one rank may have a batch more than another.
+If the forward is collective, that rank would wait forever.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 
 class EvenPrediction:
-    """Repeats a rank's last step as often as the ranks with more batches need; its results are dropped.
+    """Repeats a rank's last step, without results, until all ranks have run equally many steps.
 
     Attributes:
-        is_known: True if the numbers of batches are.
+        is_known: True if the numbers of batches are known.
 
     Example:
         >>> even = EvenPrediction()
@@ -32,11 +32,11 @@ class EvenPrediction:
         self.is_known = False
 
     def start(self, batches: Sequence[float], *, most: Callable[[int], int]) -> None:
-        """Find out how many steps this rank has to add. Collective where all ranks know their numbers.
+        """Compute the number of steps to repeat. Collective if all ranks know their numbers of batches.
 
         Args:
-            batches: The number of batches of each loader of this rank; infinite where it is not known.
-            most: The largest of all ranks' numbers.
+            batches: The number of batches of each loader of this rank; infinite if unknown.
+            most: Returns the largest number over the ranks. Collective.
         """
         self._own = self._missing = 0
         self.is_known = float("inf") not in batches
@@ -46,11 +46,11 @@ class EvenPrediction:
         self._missing = most(self._own) - self._own
 
     def after_step(self, repeat: Callable[[], object], *args: Any) -> None:
-        """Count a step; after this rank's last one, run the missing ones.
+        """Count a step; after this rank's last one, repeat it as often as necessary.
 
         Args:
             repeat: Runs the same step again.
-            *args: Of the step. One that fetches its own batches cannot be repeated.
+            *args: The arguments of the step; with an iterator among them it cannot be repeated.
         """
         self._own -= 1
         if self._own or any(isinstance(value, Iterator) for value in args):
@@ -60,7 +60,7 @@ class EvenPrediction:
 
 
 def _renamed(step: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same step under another name, by which engines compare the ranks."""
+    """Return the step under another name, by which engines compare the ranks."""
 
     def renamed(*args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs)

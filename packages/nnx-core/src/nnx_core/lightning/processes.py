@@ -1,4 +1,4 @@
-"""Share the process code of both adapters: ranks, launch, groups, collectives."""
+"""The process code of both adapters: ranks, launch, groups, collectives."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from torch.distributed import all_reduce
 from torch.distributed.tensor import DTensor
 
 from nnx_core.agree.collective_order import before_reduction, end_run
+from nnx_core.agree.data_sharding import SharedBatches, Shares, make_shares
 from nnx_core.agree.direct_calls import stop_warning, warn_of_direct_calls
-from nnx_core.agree.shares import SharedBatches, Shares, make_shares
-from nnx_core.agree.watch import Watch
+from nnx_core.agree.divergence import Watch
 from nnx_core.backend import Backend, ParallelContext
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.beginning import batch_facts, first_lines
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-# What nnx tells the user while training: shown like Lightning's own messages.
+# The messages of nnx appear like Lightning's own.
 
 
 def show_messages() -> None:
@@ -65,21 +65,21 @@ _REDUCTIONS = {
 
 
 class ParallelProcesses(ABC):
-    """Mixin for a strategy of Trainer or Fabric whose work is done by a `Backend`.
+    """Mixin for a strategy of Trainer or Fabric that runs a `Backend`.
 
-    Lightning looks several of these members up by name; without ``is_distributed`` a Trainer silently
-    injects no sampler and ignores ``sync_dist``.
+    Lightning looks up several of these members by name. Without ``is_distributed`` a Trainer silently injects
+    no sampler and ignores ``sync_dist``.
 
     Args:
         backend: The engine.
-        name: Name it was registered under, for messages and provenance.
+        name: The registered name, for messages and metadata.
         common: Options that every nnx strategy takes.
         **lightning: Arguments of Lightning's own ``ParallelStrategy``.
     """
 
     is_distributed: ClassVar[bool] = True
     root: ClassVar[str]
-    """Root of the Lightning tree this class was built on."""
+    """The root of the Lightning tree that this class is built on."""
 
     cluster_environment: Any
     parallel_devices: list[torch.device] | None
@@ -113,7 +113,7 @@ class ParallelProcesses(ABC):
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes; Trainer sets it."""
+        """The number of nodes, which Trainer sets."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -122,12 +122,12 @@ class ParallelProcesses(ABC):
 
     @property
     def num_processes(self) -> int:
-        """Processes on this node."""
+        """The number of processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which share of the data this process reads: the backend's data-parallel rank and size.
+        """The share of the data that this process reads: the backend's data-parallel rank and size.
 
         Raises:
             UnsupportedError: It depends on the backend's groups, which do not exist yet.
@@ -150,13 +150,13 @@ class ParallelProcesses(ABC):
 
     @property
     def data_rank(self) -> int:
-        """The share of the data that this rank reads, from 0; several ranks may read the same one."""
+        """The index of this rank's share of the data, from 0; several ranks may read the same share."""
         rank: int = self.distributed_sampler_kwargs["rank"]
         return rank
 
     @property
     def data_world_size(self) -> int:
-        """Number of shares of the data, at most `world_size`."""
+        """The number of shares of the data, at most `world_size`."""
         size: int = self.distributed_sampler_kwargs["num_replicas"]
         return size
 
@@ -165,7 +165,7 @@ class ParallelProcesses(ABC):
         """The rank of this process.
 
         Raises:
-            UnsupportedError: A step asks for it in which several ranks compute one batch together.
+            UnsupportedError: A step reads it while several ranks compute one batch together.
         """
         self._refuse_in_step("global_rank", "data_rank")
         return self._rank
@@ -175,7 +175,7 @@ class ParallelProcesses(ABC):
         """The number of processes.
 
         Raises:
-            UnsupportedError: A step asks for it in which several ranks compute one batch together.
+            UnsupportedError: A step reads it while several ranks compute one batch together.
         """
         self._refuse_in_step("world_size", "data_world_size")
         size: int = super().world_size  # type: ignore[misc] # of the tree's
@@ -183,7 +183,7 @@ class ParallelProcesses(ABC):
 
     @property
     def is_global_zero(self) -> bool:
-        """True on rank 0."""
+        """True on rank zero."""
         return self._rank == 0
 
     @property
@@ -192,22 +192,22 @@ class ParallelProcesses(ABC):
         return rank
 
     def _refuse_in_step(self, asked: str, share: str) -> None:
-        """Refuse a number of processes in a step, which would count each share of the data several times."""
+        """Refuse a rank or world size in a step: it would count each share of the data several times."""
         if self._in_step and self._shares is not None:
             raise UnsupportedError(
                 f"a step asks for `{asked}`, and under {self.name!r} {dist.get_world_size()} ranks read "
                 f"{self._shares.size} {'share' if self._shares.size == 1 else 'shares'} of the data.",
-                remedy=f"To compute with samples take `self.trainer.strategy.{share}`; for what one rank "
-                "does alone ask `self.trainer.is_global_zero`.",
+                remedy=f"To compute with samples use `self.trainer.strategy.{share}`; for work of a single "
+                "rank use `self.trainer.is_global_zero`.",
             )
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Make data workers of ranks that read the same samples draw the same random numbers."""
+        """Seed data workers by share of the data, so that ranks that read the same samples draw alike."""
         seed_data_workers(self.root, dataloader, self.distributed_sampler_kwargs["rank"])
         return dataloader
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment this process's global rank."""
+        """Set this process's global rank in the cluster environment."""
         if self.cluster_environment is None:
             return
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
@@ -245,8 +245,8 @@ class ParallelProcesses(ABC):
                 ranks = dist.get_world_size() // self._shares.size
                 warn_of_direct_calls(self.name, ranks=ranks)
 
-    def _tell(self, module: nn.Module, batch: int | None = None, *, accumulate: int = 1) -> None:
-        """Begin the run with some lines on rank 0, once a module is laid out."""
+    def _log_beginning(self, module: nn.Module, batch: int | None = None, *, accumulate: int = 1) -> None:
+        """Log the first lines of the run on rank zero, once a module is laid out."""
         context = self.backend.context
         if context.rank == 0:
             _, shares = self.backend.data_parallel_rank_and_size
@@ -274,10 +274,10 @@ class ParallelProcesses(ABC):
         leave_process_group_at_exit()
 
     def _agree_on_threads(self) -> None:
-        """On CPU, compute with as many threads as the rank with the fewest. Collective.
+        """Set the number of CPU threads to the minimum over the ranks. Collective.
 
-        Sums depend on their number in the last bits, and ranks that hold the same parameters have to compute
-        the same. Lightning's launcher leaves the processes that it starts with more threads than rank 0.
+        The last bits of sums depend on the number of threads, and replicated parameters must stay bitwise
+        equal. Lightning's launcher gives the processes that it starts more threads than rank zero.
         """
         if self.root_device.type == "cpu" and dist.is_initialized():
             fewest = torch.tensor(torch.get_num_threads())
@@ -286,7 +286,7 @@ class ParallelProcesses(ABC):
                 torch.set_num_threads(int(fewest))
 
     def _fit_into_process_group(self) -> None:
-        """Refuse a process group that somebody else, such as Ray Train, has made for other ranks."""
+        """Refuse an existing process group, such as Ray Train's, with other ranks than Lightning's."""
         seen = f"rank {self.global_rank} of {self.world_size}"
         real = f"rank {dist.get_rank()} of {dist.get_world_size()}"
         if seen != real or self.local_rank >= self.num_processes:
@@ -300,7 +300,7 @@ class ParallelProcesses(ABC):
 
     @property
     def process_group_backend(self) -> str:
-        """Name of the torch.distributed backend in use."""
+        """The name of the torch.distributed backend."""
         default = dist.Backend.default_device_backend_map.get(self.root_device.type, "gloo")
         return self.common.process_group_backend or default
 
@@ -317,25 +317,25 @@ class ParallelProcesses(ABC):
 
     @abstractmethod
     def _precision_name(self) -> str:
-        """Lightning's precision string; Trainer and Fabric name their plugin differently."""
+        """Return Lightning's precision string; Trainer and Fabric name their plugin differently."""
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every process has come here."""
+        """Wait for all processes."""
         if not dist.is_initialized():
             return
         device = self.root_device
         dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object of rank `src`, on every rank."""
+        """Return the object of rank `src` on every rank."""
         if not dist.is_initialized():
             return obj
         box = [obj]
         dist.broadcast_object_list(box, src)
         return box[0]
 
-    def _arrive(self, what: str) -> None:
-        """A collective of user code begins: every rank has to come to it."""
+    def _announce(self, what: str) -> None:
+        """Announce a collective of user code, which every rank must reach."""
         before_reduction(what)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -345,7 +345,7 @@ class ParallelProcesses(ABC):
     def _reduce(self, value: Any, group: Any, reduce_op: Any) -> Any:
         """All-reduce a tensor; the result reaches every rank. Other values pass through.
 
-        Over all ranks, sums and products count each share of the data once, however many ranks work on it.
+        Over all ranks, sums and products count each share of the data once, even if several ranks read it.
         """
         if not isinstance(value, Tensor) or not dist.is_initialized():
             return value
@@ -367,9 +367,9 @@ class ParallelProcesses(ABC):
         return result / dist.get_world_size(group) if is_mean else result
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Stack what the ranks have; where ranks share data, what each share has, once."""
+        """Stack the tensors of all ranks; ranks that read the same share of the data contribute once."""
         if group in (None, dist.group.WORLD):
-            self._arrive("a gather over the ranks, as of self.all_gather")
+            self._announce("a gather over the ranks, as of self.all_gather")
         if self._shares is not None and group in (None, dist.group.WORLD):
             group = self._shares.across
             if group is None:
@@ -378,7 +378,7 @@ class ParallelProcesses(ABC):
         return gathered
 
     def _evaluation_context(self) -> AbstractContextManager[Any]:
-        """Turn inference mode off where its tensors would end up inside parameters."""
+        """Turn inference mode off for engines that would store its tensors in parameters."""
         if self.backend.evaluation_without_inference_mode and torch.is_inference_mode_enabled():
             return _NormalNoGrad()
         return nullcontext()
@@ -392,7 +392,7 @@ class ParallelProcesses(ABC):
 
 
 class _NormalNoGrad:
-    """``no_grad`` outside of inference mode, even when Lightning entered inference mode before."""
+    """Context manager that replaces inference mode by ``no_grad``."""
 
     def __enter__(self) -> None:
         self._inference = torch.inference_mode(False)
@@ -411,17 +411,17 @@ def _name_of(op: Any) -> str:
 
 @cache
 def leave_process_group_at_exit() -> None:
-    """Let this process leave its group before the interpreter is taken down.
+    """Destroy the process group at exit, before the interpreter shuts down.
 
-    A thread of the group that wants the interpreter after that is ended by force, and the process aborts.
-    Torch keeps some groups that it has left, of meshes for example, so their threads get a moment to let
-    the tensors of their last collective go.
+    A thread of the group that needs the interpreter later is killed, and the process aborts. Torch keeps some
+    destroyed groups, such as those of meshes, so their threads get a moment to free the tensors of their last
+    collective.
     """
     atexit.register(_leave_process_group)
 
 
 def _leave_process_group() -> None:
     if dist.is_initialized():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C must not leave the others waiting
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would let the others wait
         dist.destroy_process_group()
         time.sleep(0.05)

@@ -1,10 +1,9 @@
-"""Our names in Lightning's four registries, and the strategies that they are built into.
+"""Register the names of nnx in Lightning's four registries, and build strategies from them.
 
-The registries have every name of `nnx.StrategyRegistry`, of the catalog and of the past. What is registered
-there are small factories: they import an engine when they are called, or raise what to do about a name that
-cannot be used. This module imports neither torch nor Lightning by itself: it works on
-those of Lightning's modules that are imported already. `_nnx_autoload` calls it when one has just been
-imported, and `StrategyRegistry`, to which it connects itself, after each change.
+The registries get every name of `nnx.StrategyRegistry`, of the catalog, and every removed name. The entries
+are small factories: a call imports the engine, or raises an error with the remedy for a name that cannot be
+used. This module itself imports neither torch nor Lightning, and works on imported modules of Lightning.
+`_nnx_autoload` calls it after the import of one, and `StrategyRegistry` calls it after each change.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ if TYPE_CHECKING:
 __all__ = ["build", "explain_missing", "fill"]
 
 
-# What the name of a registry was registered with before somebody asked nnx to override it.
+# The previous entries of names that nnx overrides at the user's request.
 _displaced: dict[tuple[str, str], dict[str, Any]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyFactory:
-    """Builds the strategy of a known name, or raises what to do about it; Lightning calls it.
+    """Builds the strategy of a known name, or raises an error with the remedy; Lightning calls it.
 
     Attributes:
         name: The strategy.
-        namespace: The tree of Lightning that asks.
+        namespace: The tree of Lightning that calls it.
     """
 
     name: str
@@ -49,7 +48,7 @@ class StrategyFactory:
 
         Raises:
             StrategyNotInstalledError: The catalog knows the name, but its distribution is missing.
-            StrategyNotFoundError: It is of the past, its plugin is broken, or it is for the other front end.
+            StrategyNotFoundError: The name is removed, its plugin is broken, or it does not support the tree.
         """
         spec, space = StrategyRegistry.get(self.name), NAMESPACES[self.namespace]
         if not _is_offered(spec, space):
@@ -67,7 +66,7 @@ def fill(module_name: str) -> None:
     if registry is not None:
         _update(space, registry)
     if not space.is_fabric:
-        from nnx_core.lightning.compat import explain_directories  # torch is there already
+        from nnx_core.lightning.compat import explain_directories  # torch is imported already
 
         explain_directories(space.name)
 
@@ -76,8 +75,8 @@ def explain_missing(name: str, registry: Mapping[str, Any]) -> NnxError:
     """Make the error for a name that no registry has.
 
     Args:
-        name: The name that was asked for.
-        registry: The registry, whose own names are suggested too.
+        name: The requested name.
+        registry: The registry, whose own names may be suggested, too.
     """
     return StrategyRegistry.explain(
         name, also_known=tuple(key for key, data in registry.items() if not _is_ours(data))
@@ -148,7 +147,7 @@ def _registry_of(space: Namespace) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LightningArguments:
-    """Return the arguments of Lightning's strategy constructors, by Trainer's names."""
+    """The arguments of Lightning's strategy constructors, by Trainer's names."""
 
     accelerator: Any = None
     parallel_devices: Any = None
@@ -161,7 +160,7 @@ def build(spec: StrategySpec, *, namespace: str, overrides: Mapping[str, Any] | 
     """Build the strategy that a spec describes, for one of Lightning's module trees.
 
     Args:
-        spec: The spec to build; its target is a `Backend` class or a strategy class of Lightning's.
+        spec: The spec; its target is a `Backend` class or a strategy class of Lightning.
         namespace: A key of `nnx_core.lightning.namespaces.NAMESPACES`.
         overrides: Options that take precedence over the spec's own.
 
@@ -177,7 +176,7 @@ def build(spec: StrategySpec, *, namespace: str, overrides: Mapping[str, Any] | 
         target = import_reference(target, what=f"strategy {spec.name!r}")
     arguments = {**spec.init_params, **(overrides or {})}
     io = spec.checkpoint_io
-    if io is not None:  # an object, or a callable that makes one for each strategy
+    if io is not None:  # an instance, or a callable that makes one for each strategy
         arguments.setdefault("checkpoint_io", io() if callable(io) else io)
     if isinstance(target, type) and issubclass(target, Backend):
         return _build_backend(spec, target, space, arguments)
@@ -201,11 +200,11 @@ def _build_backend(
 
 
 def _strategies_with(option: str) -> list[str]:
-    """Names of the strategies whose plugins declare an option."""
+    """Return the names of the strategies whose plugins declare an option."""
     found = []
     for name in StrategyRegistry.names():
         declared = StrategyRegistry.get(name).options
-        with suppress(PluginError):  # `nnx doctor` names it
+        with suppress(PluginError):  # `nnx doctor` reports it
             schema = import_reference(declared, what=name) if declared else None
             if is_dataclass(schema) and option in {item.name for item in fields(schema)}:
                 found.append(name)

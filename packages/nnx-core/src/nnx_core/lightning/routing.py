@@ -1,7 +1,7 @@
-"""Send what Lightning does itself (clipping, loss scaling, backward, stepping) through the backend.
+"""Route Lightning's clipping, loss scaling, backward and steps through the backend.
 
-Lightning's precision plugins clip and scale on ``param.grad`` of plain parameters, which is wrong for sharded
-ones. The plugin object stays the user's; single methods of it are replaced on the instance.
+Lightning's precision plugins clip and scale ``param.grad`` of plain parameters, which is wrong for sharded
+ones. The plugin object stays the user's; some of its methods are replaced on the instance.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from nnx_core.agree.shares import SharedBatches
+from nnx_core.agree.data_sharding import SharedBatches
 from nnx_core.backend import Backend
 from nnx_core.errors import UnsupportedError
 
 _OF_PLUGINS = ("backward", "clip_grad_by_norm", "clip_grad_by_value")
-"""The methods of a precision plugin that are replaced on the object."""
+"""The methods of a precision plugin that are replaced on the instance."""
 
 
 def publishes_gradients(backend: Backend[Any]) -> bool:
-    """Return True if gradients are elsewhere than in ``p.grad`` until the engine publishes them."""
+    """Return True if gradients are outside of ``p.grad`` until the engine publishes them."""
     return type(backend).publish_gradients is not Backend.publish_gradients
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """The user's own optimizer out of ``LightningOptimizer`` or Fabric's wrapper."""
+    """Return the user's own optimizer from ``LightningOptimizer`` or Fabric's wrapper."""
     for attribute in ("_optimizer", "optimizer"):
         inner = getattr(optimizer, attribute, None)
         if isinstance(inner, Optimizer):
@@ -39,12 +39,12 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 
 def route_precision(plugin: Any, backend: Backend[Any], *, then: Callable[[], None] = lambda: None) -> None:
-    """Make loss scaling agree over the ranks and, where the engine has its own, replace backward.
+    """Replace the plugin's loss scaler, and its backward if the engine has its own.
 
     Args:
         plugin: The precision plugin.
         backend: The engine.
-        then: Called after a backward of the engine's own, before hooks that look at gradients.
+        then: Called after a backward of the engine, before hooks that read gradients.
     """
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None:
@@ -75,14 +75,14 @@ def _going_backward(backend: Backend[Any]) -> Iterator[None]:
 
 
 def refuse_plain_backward(backend: Backend[Any], module: Any) -> list[RemovableHandle]:
-    """Refuse ``loss.backward()`` in manual optimization, for engines that would not reduce its gradients.
+    """Refuse ``loss.backward()`` in manual optimization, for engines that reduce only in their own backward.
 
     Args:
         backend: The engine.
         module: The laid-out LightningModule.
 
     Returns:
-        Handles that take the hooks off its parameters again.
+        Handles that remove the hooks from its parameters.
     """
     if module.automatic_optimization or not backend.reduces_in_backward:
         return []
@@ -100,12 +100,12 @@ def refuse_plain_backward(backend: Backend[Any], module: Any) -> list[RemovableH
 
 
 def has_own_backward(backend: Backend[Any]) -> bool:
-    """Return True if the engine does more in a backward than the plugin would."""
+    """Return True if the engine overrides backward."""
     return type(backend).backward is not Backend.backward
 
 
 def route_clipping(plugin: Any, backend: Backend[Any]) -> None:
-    """Trainer clips through the plugin: make it clip over all ranks' gradients."""
+    """Make the plugin clip over all ranks' gradients, because Trainer clips through it."""
 
     def by_norm(optimizer: Any, clip_val: float) -> None:
         backend.clip_grad_norm(unwrap_optimizer(optimizer), float(clip_val))
@@ -118,19 +118,19 @@ def route_clipping(plugin: Any, backend: Backend[Any]) -> None:
 
 
 def unroute_precision(plugin: Any) -> None:
-    """Give a precision plugin its own methods back; its loss scaler keeps the scale that it found."""
+    """Restore a precision plugin's own methods; its loss scaler keeps the current scale."""
     for name in _OF_PLUGINS:
         vars(plugin).pop(name, None)
 
 
 def route_optimizer_steps(optimizers: Iterable[Any], backend: Backend[Any], module: nn.Module) -> None:
-    """Make ``optimizer.step`` call the engine's `Backend.optimizer_step`, where it has its own.
+    """Make ``optimizer.step`` call `Backend.optimizer_step`, if the engine overrides it.
 
-    The engine takes over published gradients that user code has changed, after the closure and before the
-    step. It also hears of each ``zero_grad``.
+    Between the closure and the step, the engine takes over published gradients that user code has changed.
+    Each ``zero_grad`` is recorded, too.
 
     Args:
-        optimizers: The user's, and Lightning's wrappers of them; some may be routed already.
+        optimizers: The user's optimizers, and Lightning's wrappers of them; some may be routed already.
         backend: The engine.
         module: The module whose parameters they step.
     """
@@ -144,10 +144,10 @@ def route_optimizer_steps(optimizers: Iterable[Any], backend: Backend[Any], modu
 
 
 def _routed(optimizer: Optimizer, backend: Backend[Any], module: nn.Module) -> MethodType:
-    """A step that goes through the engine; a bound method, because schedulers wrap its function."""
+    """Return a step that calls the engine; a bound method, because schedulers wrap its function."""
     inner = optimizer.step
 
-    @wraps(inner)  # with the mark by which a scheduler knows that it wrapped it already
+    @wraps(inner)  # also copies the mark of schedulers on steps that they have wrapped
     def step(owner: Optimizer, *args: Any, **kwargs: Any) -> Any:
         closure = args[0] if args else kwargs.get("closure")
         if closure is None:
@@ -174,7 +174,7 @@ class EngineModule(nn.Module):
     Args:
         module: The user's module, laid out in place.
         backend: The engine.
-        batches: Compares what ranks that compute one batch together are called with.
+        batches: Compares the inputs of ranks that compute one batch together.
     """
 
     def __init__(
@@ -186,12 +186,12 @@ class EngineModule(nn.Module):
         self._batches = batches
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, through `Backend.run_step`."""
+        """Run the module's own forward through `Backend.run_step`."""
         if self._batches is not None:
             self._batches.compare((args, kwargs), where=f"the forward of {type(self.module).__name__}")
         return self.backend.run_step(self.module, self.module, *args, **kwargs)
 
 
 def unwrap_engine(module: nn.Module) -> nn.Module:
-    """The user's module."""
+    """Return the user's module."""
     return module.module if isinstance(module, EngineModule) else module

@@ -1,18 +1,18 @@
-"""Example inputs of a module's forward, for engines that trace it. Computed only when asked for.
+"""Example inputs of a module's forward, for engines that trace it; computed on request.
 
-Where the module declares none, the first step is begun once before training, up to its first call of the
-model, and undone. Tracing at the first real call of `forward` was considered. nnscaler needs the call before:
+If the module declares none, its first step runs ahead of training up to the first call of the model, and its
+side effects are undone. Tracing at the first real call of `forward` is too late for nnscaler:
 
-- Pipelines run a program in place of the step, and rank and stage of each parameter are planned before it.
+- Pipelines run generated code in place of the step, and plan rank and stage of each parameter before it.
 - The sanity check calls `forward` first, with a validation batch in evaluation mode.
-- Modules on the meta device are materialized part by part, each parameter as its layout says.
+- Modules on the meta device are materialized parameter by parameter, by their layout.
 - Resume fills weights into the layout in `setup`, and the saved optimizer state after it.
-- `configure_optimizers` follows the layout: owner ranks and float32 masters are chosen by it.
-- A step may use parameters before it calls the model; its autograd graph would hold their full tensors.
+- `configure_optimizers` follows the layout, which decides owner ranks and FP32 master weights.
+- A step may use parameters before it calls the model; its autograd graph would hold the unsharded tensors.
 - Compilation is collective, and a step may call the model on some ranks only.
 
-These follow from the code of `setup`, `make_programs` and `LaidOut`; none was tried out. colossalai plans in
-`setup` with measured activations, as `nnx_colossalai.plan.kept` says.
+These reasons follow from the code of `setup`, `make_programs` and `LaidOut`; the alternative was not tried.
+colossalai plans in `setup` with measured activations, see `nnx_colossalai.plan.kept`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nnx_core.backend import Call
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.compat import running_stage_loader, running_stage_source
 from nnx_core.random_state import host_state_kept
-from nnx_core.view.python_state import PythonState, WentOnError, has_values
+from nnx_core.view.side_effects import IteratorAdvancedError, PythonState, has_values
 from nnx_core.view.torch_functions import Sees, what_it_sees
 
 __all__ = ["TrainerSample", "example_inputs"]
@@ -42,7 +42,7 @@ _STEPS = {
     "test": ("test_step", "test_step_context"),
     "predict": ("predict_step", "predict_step_context"),
 }
-"""Name of a step, and of the precision plugin's context for it."""
+"""The name of each step, and of its context in the precision plugin."""
 
 
 def example_inputs(module: nn.Module) -> Inputs:
@@ -66,12 +66,11 @@ def example_inputs(module: nn.Module) -> Inputs:
 class TrainerSample:
     """The example inputs that the module declares, or the first batch of the running stage's loader.
 
-    Called, it yields inputs of the module's forward: those it declares, what its
-    ``dummy_forward_args_fn(batch)`` makes of the batch (keyword arguments), or else the batch itself.
-    The random state is left as it was.
+    A call returns inputs of the module's forward: the declared ones, the keyword arguments that
+    ``dummy_forward_args_fn(batch)`` returns, or the batch itself. The random state does not change.
 
     Args:
-        trainer: Its running stage says which loader and which step.
+        trainer: The Trainer, whose running stage selects the loader and the step.
         module: The LightningModule.
     """
 
@@ -80,7 +79,7 @@ class TrainerSample:
         self._module = module
 
     def __call__(self) -> Inputs:
-        """Inputs of the module's forward.
+        """Return inputs of the module's forward.
 
         Raises:
             UnsupportedError: There are neither declared inputs nor a batch.
@@ -93,7 +92,7 @@ class TrainerSample:
             return self._of_batch(self._first_batch())
 
     def first_call(self) -> Call:
-        """The call that the running stage's step begins with; inputs that the module declares come first.
+        """Return the first call of the model in the running stage's step; declared inputs take precedence.
 
         Raises:
             UnsupportedError: There are neither declared inputs nor a batch.
@@ -120,23 +119,23 @@ class TrainerSample:
             try:
                 yield state
             finally:
-                lost = state.lost()
-                state.put_back()
-        if lost:
-            raise WentOnError(
-                f"to see what the model is called with, the first step was begun ahead, and went on with "
-                f"{lost[0]!r}, a generator that cannot be put back.",
+                advanced = state.advanced()
+                state.restore()
+        if advanced:
+            raise IteratorAdvancedError(
+                f"the first step ran ahead to record the inputs of the model, and advanced {advanced[0]!r}, "
+                "a generator that cannot be rewound.",
                 remedy="Set `self.example_input_array`, or use an iterator over a list in its place.",
             )
 
     def _first_batch(self) -> Any:
         batch = next(iter(running_stage_loader(self._trainer)), None)
         if batch is None:
-            example_inputs(self._module)  # it has none: says so
+            example_inputs(self._module)  # raises the error for missing inputs
         return self._trainer.strategy.batch_to_device(self._converted(batch))
 
     def _converted(self, inputs: Any) -> Any:
-        """Inputs in the precision that steps get them in."""
+        """Convert inputs to the precision of the steps."""
         return self._trainer.precision_plugin.convert_input(inputs)
 
     def _of_batch(self, batch: Any) -> Inputs:
@@ -161,26 +160,26 @@ def _declared(module: nn.Module) -> Inputs | None:
 
 
 class _Reached(BaseException):
-    """Leaves a step at its first call of the model; nothing in user code catches it."""
+    """Leaves a step at its first call of the model; a BaseException, so that user code does not catch it."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
 
 
 def _watch(module: nn.Module, step: Any, batch: Any, others: Sequence[Tensor]) -> Call | None:
-    """Begin a step, and leave it where it calls the model. None where it fails before, or never does."""
+    """Run a step up to its call of the model. Return None if it fails before, or has no such call."""
     try:
         with torch.no_grad(), _leaving_at_the_model(module), _NothingWritten(module, others):
             step(batch, 0)
     except _Reached as reached:
         return reached.call
-    except Exception:  # whatever it needs of a running loop; the step itself will say so
+    except Exception:  # it may need a running loop; the real step raises real errors
         return None
     return None
 
 
 class _NothingWritten(TorchFunctionMode):
-    """Leaves out what would write into the module's tensors, as the step itself will.
+    """Skips torch functions that write into the module's tensors, because the real step will run them.
 
     Args:
         module: The module.
@@ -221,8 +220,8 @@ def _leaving_at_the_model(module: nn.Module) -> Iterator[None]:
     def forward(*args: Any, **kwargs: Any) -> NoReturn:
         reach(module, args, kwargs)
 
-    parts = [part for part in module.modules() if part is not module and any(True for _ in part.parameters())]
-    hooks = [part.register_forward_pre_hook(reach, with_kwargs=True, prepend=True) for part in parts]
+    inner = [each for each in module.modules() if each is not module and any(True for _ in each.parameters())]
+    hooks = [each.register_forward_pre_hook(reach, with_kwargs=True, prepend=True) for each in inner]
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = forward  # also reached by `self.forward(x)`, which runs no hooks
     try:

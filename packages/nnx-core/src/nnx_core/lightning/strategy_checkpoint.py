@@ -1,7 +1,7 @@
-"""Checkpoints of nnx's own strategies: all ranks save and load their shards.
+"""Checkpoints of nnx's strategies: all ranks save and load their shards.
 
-Saving is collective and moves handles; loading opens the checkpoint first, so that hooks see it, and reads
-each rank's part afterwards. Every step that can fail on one rank fails on all of them alike.
+Saving is collective and passes handles. Loading first opens the checkpoint, for hooks to read, and then reads
+each rank's shards. If a step fails on one rank, it raises on all ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from nnx_core.lightning.routing import unwrap_optimizer
 
 
 def module_state_dict(backend: Backend[Any], module: nn.Module) -> dict[str, Any]:
-    """A module's state dict as handles on this rank's shards; tied names share one handle. Collective."""
+    """Return a module's state dict with handles on this rank's shards; tied names share one. Collective."""
     backend.sync_buffers(module)
     return as_state_dict(backend.model_state(module))
 
@@ -65,15 +65,15 @@ def save_lightning_checkpoint(
 ) -> None:
     """Save Lightning's dict through the strategy's CheckpointIO. Collective.
 
-    With `nnx.CheckpointIO` every rank writes its shards. Any other IO gets complete tensors, gathered to
-    rank 0, so that a plain ``.ckpt`` file can be had from every strategy.
+    With `nnx.CheckpointIO` every rank writes its shards. Another IO gets unsharded tensors on rank zero, so
+    every strategy can write a plain ``.ckpt`` file.
 
     Args:
         strategy: The strategy of the checkpoint.
         checkpoint: Lightning's dict.
         path: The path to write to.
-        storage_options: Options for an IO that is not ours.
-        own: The state that this rank alone has to save, such as its random state; all ranks have it or none.
+        storage_options: Options for another IO than nnx's.
+        own: The state of this rank alone, such as its random state; on all ranks or none.
     """
     io = strategy.checkpoint_io
     checkpoint, entries = split_rank_entries(checkpoint)
@@ -99,17 +99,17 @@ def save_lightning_checkpoint(
 
 
 _ENTRIES = "entries"
-"""Among what each rank saves for itself: entries of the state dict that every rank has of its own."""
+"""The key, in the state of a single rank, of state dict entries that differ between ranks."""
 
 
 def split_rank_entries(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Find what differs between ranks, as the states of metrics do. Collective.
+    """Split off replicated entries of the state dict that differ between ranks, such as metrics. Collective.
 
     Args:
         checkpoint: Lightning's dict.
 
     Returns:
-        The same, with the values of rank 0 only, as ``ddp`` saves it; and this rank's values.
+        The dict with rank zero's values, as ``ddp`` saves it; and this rank's own values.
     """
     kept = dict(checkpoint)
     model: Any = kept.get("state_dict")
@@ -127,7 +127,7 @@ def split_rank_entries(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], d
 
 
 def _digest(value: Any) -> str:
-    """Equal for equal values."""
+    """Return a text that is equal for equal values."""
     if isinstance(value, Tensor):
         data = as_bytes(value.cpu()).numpy().tobytes()
         return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
@@ -137,7 +137,7 @@ def _digest(value: Any) -> str:
 
 
 def take_rank_entries(checkpoint: Mapping[str, Any], rank: int, size: int) -> None:
-    """Put what this rank had of its own into the state dict, if as many ranks saved. Collective.
+    """Restore this rank's own entries of the state dict, if equally many ranks saved. Collective.
 
     Args:
         checkpoint: Lightning's dict.
@@ -145,14 +145,14 @@ def take_rank_entries(checkpoint: Mapping[str, Any], rank: int, size: int) -> No
         size: The number of processes.
     """
     ranks = checkpoint.get(RANKS, ())
-    with together(control_group(), doing="reading what each rank had of the model"):
+    with together(control_group(), doing="reading the entries of each rank"):
         entries = ranks[0].get(_ENTRIES, {}) if len(ranks) > 0 else {}
         if entries and len(ranks) == size:
             checkpoint["state_dict"].update(ranks[rank][_ENTRIES])
         elif entries:
             rank_zero_warn(
                 f"Each of the {len(ranks)} ranks that saved had its own {', '.join(entries)[:200]}: "
-                f"all {size} ranks of this run get what rank 0 had."
+                f"all {size} ranks of this run get the values of rank 0."
             )
 
 
@@ -172,7 +172,7 @@ def _lightning_version(strategy: Any) -> str:
 
 
 def _gather_tree(value: Any, seen: dict[int, Tensor | None]) -> Any:
-    """Replace every shard in a tree by the complete tensor on rank 0, and by None elsewhere.
+    """Replace every shard in a tree by the unsharded tensor on rank zero, and by None elsewhere.
 
     Args:
         value: The tree.
@@ -190,34 +190,34 @@ def _gather_tree(value: Any, seen: dict[int, Tensor | None]) -> Any:
 
 
 def gather_full(shard: Shard, *, everywhere: bool = False) -> Any:
-    """The complete tensor in host memory, on rank 0 or `everywhere`; None on other ranks. Collective."""
-    pieces = [(box, view.detach().cpu()) for box, view in zip(shard.boxes, shard.data, strict=True)]
+    """Gather a tensor in CPU memory, on rank zero or `everywhere`; None on other ranks. Collective."""
+    own = [(box, view.detach().cpu()) for box, view in zip(shard.boxes, shard.data, strict=True)]
     gather = all_gather_object if everywhere else gather_object
-    parts = gather(pieces, control_group())
-    if parts is None:
+    by_rank = gather(own, control_group())
+    if by_rank is None:
         return None
     full = torch.empty(shard.shape, dtype=shard.dtype)
-    for part in parts:
-        for box, piece in part:
-            full[box.slices] = piece
+    for views in by_rank:
+        for box, view in views:
+            full[box.slices] = view
     return full
 
 
 def open_together(
     strategy: Any, path: Any, weights_only: bool | None, *, is_for_trainer: bool = False
 ) -> storage.Checkpoint | dict[str, Any]:
-    """Open a checkpoint of any format on every rank; if one cannot, none does. Collective.
+    """Open a checkpoint of any format on every rank; raise on all if one rank cannot. Collective.
 
     Args:
-        strategy: It has the CheckpointIO that knows what nnx does not.
+        strategy: The strategy, whose CheckpointIO may read other formats.
         path: A checkpoint of any format.
-        weights_only: False executes what the checkpoint brings along.
-        is_for_trainer: True if other keys than the model's may be asked for, which nobody does of a file
-            that Trainer did not write, and the optimizers'.
+        weights_only: False executes code in the checkpoint.
+        is_for_trainer: True for Trainer, which reads only model, optimizers and its own entries, so that a
+            file with the user's own keys needs no special treatment.
 
     Returns:
-        The open checkpoint; of a file of ``torch.save`` that Trainer did not write, and of what only the
-        user's own CheckpointIO knows, the dict that was saved.
+        The open checkpoint. For a file of ``torch.save`` that Trainer did not write, and for formats that
+        only the user's own CheckpointIO reads: the saved dict.
     """
     io = strategy.checkpoint_io
     ours = innermost_checkpoint_io(io) is not None
@@ -232,12 +232,12 @@ def open_together(
 
 
 def load_lightning_checkpoint(strategy: Any, path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Open a checkpoint as Lightning's dict; its ``state_dict`` stays on disk until used. Collective."""
+    """Open a checkpoint as Lightning's dict; its ``state_dict`` is read on use. Collective."""
     opened = open_together(strategy, path, weights_only, is_for_trainer=True)
     if isinstance(opened, dict):
         return opened
     stored = WeightsOnDisk(opened)
-    # What Trainer insists on, and what others wrote does not have.
+    # Trainer requires these entries, and checkpoints of other programs lack them.
     required = {"pytorch-lightning_version": _lightning_version(strategy), "lr_schedulers": []}
     checkpoint = {**required, **stored_objects(stored, "trainer")}
     checkpoint["state_dict"] = LazyStateDict(stored)
@@ -253,7 +253,7 @@ def load_lightning_checkpoint(strategy: Any, path: Any, weights_only: bool | Non
 def restore_model(
     backend: Backend[Any], module: nn.Module, source: Mapping[str, Any], *, strict: bool
 ) -> None:
-    """Load a state dict: parameters and buffers in place, the rest by the module's own code. Collective."""
+    """Load a state dict: parameters and buffers in place, other entries by the module. Collective."""
     load_model(
         module,
         backend.model_state(module),
@@ -274,15 +274,15 @@ def restore_optimizers(
         backend: The engine.
         module: Owner of the parameters.
         optimizers: The optimizers to restore.
-        saved: One state each: by name as ours, or numbered as torch's own.
+        saved: The state of each, by name, or numbered as torch's own.
     """
     if optimizers and not saved:
         rank_zero_warn(
             f"The checkpoint holds no optimizer state, as one that was saved without training: "
-            f"{', '.join(type(unwrap_optimizer(each)).__name__ for each in optimizers)} begins anew."
+            f"{', '.join(type(unwrap_optimizer(each)).__name__ for each in optimizers)} starts without state."
         )
         return
-    backend.model_state(module)  # puts back what a forward without a backward, as of a summary, left gathered
+    backend.model_state(module)  # reshard after a forward without backward, as of a summary
     with together(control_group(), doing="restoring the optimizers"):
         if len(optimizers) != len(saved):
             raise CheckpointError(
@@ -296,10 +296,10 @@ def restore_optimizers(
 
 
 def _by_name(backend: Backend[Any], module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> Any:
-    """A state in torch's own, numbered form gets the names of the parameters at the same positions."""
+    """Convert a state in torch's numbered form to names, by the positions of the parameters."""
     if not numbers_parameters(state):
         return state
-    groups = backend.optimizer_state(module, optimizer)["param_groups"]  # it may hold its own tensors
+    groups = backend.optimizer_state(module, optimizer)["param_groups"]  # it may hold the engine's tensors
     order = [name for group in groups for name in group["params"]]
     saved = sum(len(group["params"]) for group in state["param_groups"])
     if saved != len(order):

@@ -1,6 +1,6 @@
-"""Trainer's side: Lightning's `Strategy` interface on top of a `Backend`.
+"""The Trainer adapter: Lightning's `Strategy` interface on top of a `Backend`.
 
-The order in which Trainer calls these members is in ``docs/tour.md``.
+``docs/tour.md`` lists the order in which Trainer calls these members.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ from nnx_core.view.modules import (
 __all__ = ["TrainerAdapter"]
 
 
-# Looked up at each backward, as callbacks come and go, and only for engines that keep gradients elsewhere
-# than in ``p.grad``, which then have to show them.
+# An engine that keeps gradients outside of ``p.grad`` must publish them if user code may read them. Looked up
+# at each backward, because callbacks can be added and removed at any time.
 
 
 def looks_after_backward(root: str, module: Any) -> bool:
-    """Return True if gradients are looked at after every backward, also while they accumulate.
+    """Return True if user code may read gradients after every backward, also while they accumulate.
 
     Args:
         root: The root of Lightning's tree, such as ``"lightning.pytorch"``.
@@ -90,11 +90,11 @@ def looks_after_backward(root: str, module: Any) -> bool:
 
 
 def looks_before_step(root: str, module: Any) -> bool:
-    """Return True if gradients are looked at once they are complete, until they are dropped.
+    """Return True if user code may read gradients between the last backward and ``zero_grad``.
 
     Args:
-        root: As in `looks_after_backward`.
-        module: As there.
+        root: See `looks_after_backward`.
+        module: See `looks_after_backward`.
     """
     hooks = (
         "on_before_optimizer_step",
@@ -117,14 +117,14 @@ def _overrides(root: str, module: Any, hooks: tuple[str, ...]) -> bool:
 
 
 def _is_overridden(instance: Any, hook: str, base: type) -> bool:
-    if hook in vars(instance):  # put on the object itself
+    if hook in vars(instance):  # set on the object itself
         return True
     own = getattr(type(instance), hook, None)
     return own is not None and own is not getattr(base, hook, None)
 
 
-# Lightning's own way back from its layers leaves another class behind; here the user's own layers return,
-# with what their stand-ins learnt.
+# Lightning's own undo of its layer plugins leaves layers of another class. Here the user's own layers return,
+# with the trained values of their replacements.
 
 
 def synchronize_layers(layer_sync: Any, module: nn.Module) -> dict[str, nn.Module]:
@@ -135,7 +135,7 @@ def synchronize_layers(layer_sync: Any, module: nn.Module) -> dict[str, nn.Modul
         module: The module with the layers to replace; the module itself stays.
 
     Returns:
-        By name, the layers that were replaced.
+        The replaced layers, by name.
     """
     before = dict(module.named_modules(remove_duplicate=False))
     layer_sync.apply(module)
@@ -143,8 +143,8 @@ def synchronize_layers(layer_sync: Any, module: nn.Module) -> dict[str, nn.Modul
     return {name: layer for name, layer in before.items() if after.get(name) is not layer}
 
 
-def put_back(module: nn.Module, originals: Mapping[str, nn.Module]) -> None:
-    """Put replaced layers back, holding the parameters and buffers of their stand-ins."""
+def restore_layers(module: nn.Module, originals: Mapping[str, nn.Module]) -> None:
+    """Restore replaced layers, with the parameters and buffers of their replacements."""
     for name, original in originals.items():
         stand_in = module.get_submodule(name)
         original._parameters.update(stand_in._parameters)
@@ -157,21 +157,21 @@ def put_back(module: nn.Module, originals: Mapping[str, nn.Module]) -> None:
 log = logging.getLogger("nnx.lightning")
 
 _ALIKE = (
-    "Use the Trainer alike on every rank: log, reduce and save on all of them, also where rank 0 alone needs "
-    "it, and stop all of them, with "
+    "Use the Trainer alike on every rank: log, reduce and save on all of them, even if only rank 0 needs the "
+    "result, and stop all of them, with "
     "`trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop, all=False)` on every rank."
 )
 
 _TIME_TO_FAIL_TOGETHER = 5.0
-"""Seconds after an error in which the other ranks must have failed as well to count as failing together."""
+"""Seconds after an error in which the other ranks must fail, too, to count as failing together."""
 
 
 class _Phase(Enum):
-    """The state of a strategy for the module that is connected to it."""
+    """The state of a strategy and its module."""
 
-    APART = "no run goes on in this process, and the module is as the user built it"
-    JOINED = "the run has begun: hooks set the module up, and a checkpoint is restored, before it is laid out"
-    LAID_OUT = "the engine has the module"
+    NO_RUN = "no run is active in this process, and the module is as the user built it"
+    JOINED = "the run has begun: hooks set up the module and restore a checkpoint, before it is laid out"
+    LAID_OUT = "the engine has laid the module out"
 
 
 class TrainerAdapter(ParallelProcesses):
@@ -190,9 +190,9 @@ class TrainerAdapter(ParallelProcesses):
     def __init__(self, backend: Backend[Any], **kwargs: Any) -> None:
         self._replaced_layers: dict[str, nn.Module] = {}
         self._hooks: list[RemovableHandle] = []
-        self._phase = _Phase.APART
+        self._phase = _Phase.NO_RUN
         self._weights_to_load: tuple[Mapping[str, Any], bool] | None = None
-        self._has_failed = self._accumulates = self._has_told = self._is_alone = False
+        self._has_failed = self._accumulates = self._has_logged = self._is_alone = False
         self._loops: CollectiveOrder | None = None
         self._other_ranks_error: NnxError | None = None
         self._first_error: BaseException | None = None
@@ -227,13 +227,13 @@ class TrainerAdapter(ParallelProcesses):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Where new tensors are made: on the device, or on ``meta`` when `empty_init` is asked for."""
+        """Return a context that makes new tensors on the device, or on ``meta`` with `empty_init`."""
         device = torch.device("meta") if empty_init else self.root_device
         with device, self.precision_plugin.tensor_init_context():
             yield
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:
-        """Active inside ``configure_model`` and ``configure_sharded_model``."""
+        """Return the context of ``configure_model`` and ``configure_sharded_model``."""
         return self.backend.module_init_context()
 
     def setup(self, trainer: Any) -> None:
@@ -243,12 +243,12 @@ class TrainerAdapter(ParallelProcesses):
             self.checkpoint_io.start_run()
         module = self.precision_plugin.convert_module(self.lightning_module)
         fitting = trainer.state.fn == "fit"
-        self._has_told = self._is_alone = False
+        self._has_logged = self._is_alone = False
         if fitting and self._layer_sync is not None:
             self._replaced_layers = synchronize_layers(self._layer_sync, module)
         self.model = module
         if self._weights_to_load is None:
-            self._refuse_lost_weights("a run begins with the weights that the module has")
+            self._refuse_untrained_weights("a run begins with the weights of the module")
         self._repoint(allocate_again(module))
         if fitting:
             refuse_layers(module, shares=self.backend.data_parallel_rank_and_size[1])
@@ -256,7 +256,7 @@ class TrainerAdapter(ParallelProcesses):
         if fitting:
             self._final_states.clear()
             self.setup_optimizers(trainer)
-        self._repoint(replaced)  # they may have been built before, in the module's `__init__`
+        self._repoint(replaced)  # the module's `__init__` may have built them before the layout
         optimizers = [unwrap_optimizer(optimizer) for optimizer in self.optimizers] if fitting else []
         for optimizer in optimizers:
             complete_optimizer(optimizer)
@@ -269,20 +269,20 @@ class TrainerAdapter(ParallelProcesses):
         self._hooks = refuse_plain_backward(self.backend, module) if fitting else []
         self._optimizers_of_backend = optimizers
         self._names = parameter_names(module)
-        self.setup_precision_plugin()  # it makes Lightning's wrappers of the optimizers once more
+        self.setup_precision_plugin()  # it makes Lightning's wrappers of the optimizers again
         if fitting:
             route_optimizer_steps([*optimizers, *self._lightning_optimizers], self.backend, module)
         self._loops = CollectiveOrder(remedy=_ALIKE, wait=float("inf"), is_of_engine=False)
         self._loops.open()
 
-    def _refuse_lost_weights(self, what: str) -> None:
-        """Refuse what needs the weights that the last run has left on no rank that counts. Collective."""
+    def _refuse_untrained_weights(self, what: str) -> None:
+        """Refuse an operation on weights that were not gathered after the last run. Collective."""
         with together(control_group(), doing="looking for the weights"):
             if self.is_global_zero and is_left(self.lightning_module):
                 raise UnsupportedError(
-                    f"{what}, and when the last run of this model ended its weights were not gathered here "
+                    f"{what}, and the weights were not gathered here at the end of the last run "
                     "(gather_at_end).",
-                    remedy="Pass `ckpt_path`, save while the run goes on, or gather: gather_at_end='rank0'.",
+                    remedy="Pass `ckpt_path`, save during the run, or gather: gather_at_end='rank0'.",
                 )
 
     def _repoint(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -290,32 +290,32 @@ class TrainerAdapter(ParallelProcesses):
             repoint_optimizer(optimizer, replaced)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Call ``configure_optimizers`` now that the parameters have their final objects."""
+        """Call ``configure_optimizers`` on the laid-out parameters."""
         module = self.lightning_module
-        with as_stored(*module.parameters()):  # some optimizers make their state at once
+        with as_stored(*module.parameters()):  # some optimizers make their state in the constructor
             self.optimizers, self.lr_scheduler_configs = make_optimizers(self.root, module)
 
     def model_to_device(self) -> None:
-        """Nothing: `Backend.parallelize` moves the module, part by part if it must."""
+        """Do nothing: `Backend.parallelize` moves the module, layer by layer if necessary."""
 
     def teardown(self) -> None:
-        """Give the module its plain parameters and class back, on the host. Collective.
+        """Restore the module's plain parameters and class, on CPU. Collective.
 
-        Where a part of it fails, the rest is done. An error before it stays the one that is raised.
+        If one step of it fails, the others still run. An earlier error of the run is raised in preference.
 
         Raises:
             CheckpointError: The save in flight failed, and nothing else did.
         """
         cleaning, self._first_error = CleanUp(self._first_error), None
         save_error = self._end_saving()
-        self._phase, self._weights_to_load = _Phase.APART, None
+        self._phase, self._weights_to_load = _Phase.NO_RUN, None
         end_run()
         if self._loops is not None:
             self._loops.close(together=not self._has_failed)
         stop_warning()
         module = self.lightning_module
         trainer = attached_trainer(module)
-        if trainer is not None:  # the process that only launches others has attached none
+        if trainer is not None:  # None in a process that only launches others
             cleaning.run("closing the loaders", partial(self._exact_resume.close, trainer))
         if module is not None and self._backend_is_set_up and self._can_gather():
             cleaning.run("gathering the model", partial(self._gather_model, module))
@@ -332,15 +332,15 @@ class TrainerAdapter(ParallelProcesses):
             raise save_error
         other, self._other_ranks_error = self._other_ranks_error, None
         if other is not None:
-            raise other  # names the rank that failed; the first error here is gloo's, which names no cause
+            raise other  # it names the failed rank; the first error here is gloo's, which does not
         cleaning.finish()
 
     def _gather_model(self, module: Any) -> None:
-        """Give the module back complete, and optimizers their state; see `teardown`. Collective."""
+        """Gather the module, and the state of its optimizers; see `teardown`. Collective."""
         self._keep_final_states(module)
         self._averages.give_back(gather=True)
         self._repoint(self.backend.unparallelize(module))
-        put_back(module, self._replaced_layers)
+        restore_layers(module, self._replaced_layers)
         self._replaced_layers = {}
         if not self.backend.keeps_weights:
             self._repoint(leave_on_meta(module))
@@ -349,27 +349,27 @@ class TrainerAdapter(ParallelProcesses):
         move_states(optimizers, self._final_states, torch.device("cpu"))
 
     def _keep_final_states(self, module: nn.Module) -> None:
-        """Describe optimizer state while the engine knows where it lies: it may be saved after the run."""
+        """Describe optimizer state before the engine drops its layout: it may be saved after the run."""
         optimizers, self._optimizers_of_backend, self._names = self._optimizers_of_backend, [], {}
         for optimizer in optimizers:
-            with suppress(CheckpointError):  # whoever saves it will be told
+            with suppress(CheckpointError):  # raised again by a save
                 self._final_states[optimizer] = self.backend.optimizer_state(module, optimizer)
 
     def _end_saving(self) -> BaseException | None:
-        """Let the save in flight get onto the disk, also when training failed."""
+        """Wait for the save in flight, also after an error in training."""
         if not self._has_failed:
             return take_error()
         settle_quietly()
         return None
 
     def on_exception(self, exception: BaseException) -> None:
-        """Remember for `teardown` that this rank may be alone, and say so where gloo's error does not."""
+        """Record the error for `teardown`, and log a lost rank, which gloo's error does not name."""
         self._has_failed, self._first_error = True, exception
         if self._is_between_setup_and_first_step():
             note(
                 exception,
-                "The engine had laid the model out by then. Code that replaces, ties or parametrizes layers "
-                "belongs in `__init__` or `configure_model`.",
+                "The engine had already laid the model out. Replace, tie or parametrize layers in `__init__` "
+                "or `configure_model`.",
             )
         if self._loops is not None:
             self._other_ranks_error = self._loops.cause_of(exception)
@@ -377,49 +377,48 @@ class TrainerAdapter(ParallelProcesses):
         if is_lost_connection(exception):
             log.error(
                 "Rank %d lost another rank in a collective: that rank's process has ended or hangs, or its "
-                "machine cannot be reached. Its own output has the cause. Start from the last checkpoint.",
+                "machine is unreachable. Its own output has the cause. Resume from the last checkpoint.",
                 self._rank,
             )
 
     def _is_between_setup_and_first_step(self) -> bool:
         trainer = attached_trainer(self.lightning_module)
         is_fitting = trainer is not None and trainer.state.fn == "fit" and not trainer.sanity_checking
-        return is_fitting and self._phase is _Phase.LAID_OUT and not self._has_told
+        return is_fitting and self._phase is _Phase.LAID_OUT and not self._has_logged
 
     def _can_gather(self) -> bool:
-        """After an error, whether the other ranks have come to `teardown` too: gathering needs them."""
+        """Return False after an error if other ranks do not reach `teardown`: gathering needs all ranks."""
         if not self._has_failed:
             return True
         self._has_failed = False
         if not self._is_alone and all_arrive("teardown", timeout=_TIME_TO_FAIL_TOGETHER):
             return True
         log.warning(
-            "The ranks did not fail together, so the model of rank %d stays sharded. The error that "
-            "follows, or another rank's, is the cause.",
+            "The model of rank %d stays sharded, because the ranks did not fail together (see the error)",
             self._rank,
         )
         return False
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Make a training loader resume at the position of the checkpoint."""
+        """Seed a loader's workers, and resume a training loader at the position of the checkpoint."""
         seeded = super().process_dataloader(dataloader)
         return self._exact_resume.process(self.lightning_module.trainer, seeded)
 
     def on_train_start(self) -> None:
-        """Restore the random state, after everything that draws from it while setting up."""
+        """Restore the random state, after all setup code that draws from it."""
         self._exact_resume.start(self.lightning_module.trainer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` through the engine."""
         self._follow_optimizers()
-        if not self._has_told:
-            self._has_told, trainer = True, self.lightning_module.trainer
+        if not self._has_logged:
+            self._has_logged, trainer = True, self.lightning_module.trainer
             refuse_exchanged(self.lightning_module, self._names, self._optimizers_of_backend)
             batch = next(iter([*args, *kwargs.values()]), None)
             accumulate = trainer.accumulate_grad_batches
-            self._tell(self.lightning_module, size_of_batch(batch), accumulate=accumulate)
+            self._log_beginning(self.lightning_module, size_of_batch(batch), accumulate=accumulate)
             self._exact_resume.compare_batch(trainer, batch, own_batch=self.backend.own_batch)
-        with self._explaining(), self.precision_plugin.train_step_context():
+        with self._reporting(), self.precision_plugin.train_step_context():
             if self._loops is not None:
                 self._loops.begin("training_step")
                 self._loops.end()
@@ -429,7 +428,7 @@ class TrainerAdapter(ParallelProcesses):
             return result
 
     def _refuse_none(self) -> None:
-        """Refuse a batch that is skipped on this rank, perhaps alone: the others wait in its backward."""
+        """Refuse to skip a batch on this rank: the other ranks may wait in its backward."""
         if (
             dist.is_initialized()
             and dist.get_world_size() > 1
@@ -442,8 +441,8 @@ class TrainerAdapter(ParallelProcesses):
             )
 
     @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Around collectives: an error that comes of another rank's names that one."""
+    def _reporting(self) -> Iterator[None]:
+        """Run collectives in a context; an error caused by another rank is replaced by that rank's error."""
         if self._loops is None:
             yield
             return
@@ -454,32 +453,32 @@ class TrainerAdapter(ParallelProcesses):
             report_failure(error)
             raise
 
-    def _arrive(self, what: str) -> None:
-        """A collective of a Trainer's loops, hooks and loggers begins: every rank has to come to it."""
-        super()._arrive(what)
+    def _announce(self, what: str) -> None:
+        """Announce a collective of a Trainer's loops, hooks and loggers, which every rank must reach."""
+        super()._announce(what)
         if self._loops is not None:
             stops = getattr(attached_trainer(self.lightning_module), "should_stop", False)
             self._loops.arrive(what, cause=", as trainer.should_stop is set there" if stops else "")
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step`` through the engine, without gradients."""
-        with self._explaining(), self.precision_plugin.val_step_context(), self._evaluation_context():
+        with self._reporting(), self.precision_plugin.val_step_context(), self._evaluation_context():
             return self._step("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``test_step`` through the engine, without gradients."""
-        with self._explaining(), self.precision_plugin.test_step_context(), self._evaluation_context():
+        with self._reporting(), self.precision_plugin.test_step_context(), self._evaluation_context():
             return self._step("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``predict_step`` through the engine, without gradients, as often as the other ranks do."""
-        with self._explaining(), self.precision_plugin.predict_step_context(), self._evaluation_context():
+        """Run ``predict_step`` through the engine, without gradients, equally often on all ranks."""
+        with self._reporting(), self.precision_plugin.predict_step_context(), self._evaluation_context():
             predicted = self._step("predict_step", args, kwargs)
             self._even_prediction.after_step(lambda: self._step("predict_step", args, kwargs), *args)
             return predicted
 
     def _follow_optimizers(self) -> None:
-        """Hand optimizers to the backend that user code has put in the place of others while training."""
+        """Pass optimizers to the backend that user code has replaced during training."""
         optimizers = [unwrap_optimizer(optimizer) for optimizer in self.optimizers]
         if optimizers == self._optimizers_of_backend:
             return
@@ -489,10 +488,10 @@ class TrainerAdapter(ParallelProcesses):
         self._optimizers_of_backend = optimizers
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step, after taking notice of a background save that has ended meanwhile, and compare the ranks."""
+        """Step, raise errors of a finished background save, and compare the ranks if due."""
         poll()
         self._follow_optimizers()
-        with self._explaining():
+        with self._reporting():
             result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc] # of the tree's
         self.watch.after_step(self.lightning_module, lambda: self._optimizers_of_backend)
         return result
@@ -512,12 +511,12 @@ class TrainerAdapter(ParallelProcesses):
             self._in_step = False
 
     def _publish_gradients(self) -> None:
-        """After a backward: show its gradients to user code where it may look at them."""
+        """Publish the gradients of a backward, if user code may read them."""
         if not self._accumulates and self._shows_gradients():
             self.backend.publish_gradients(self.lightning_module)
 
     def _ends_evaluation(self, name: str) -> bool:
-        """Whether this is the last batch of a rank whose forwards others wait for; see `LAST_BATCH`."""
+        """Return True for the last batch of this rank's evaluation; see `LAST_BATCH`."""
         if name == "predict_step" and self._even_prediction.is_known:
             return False
         return is_last_of_evaluation(self.lightning_module.trainer, name)
@@ -533,7 +532,7 @@ class TrainerAdapter(ParallelProcesses):
         """Return a context in which backward only accumulates: all micro batches but the last."""
         module = self.lightning_module
         if publishes_gradients(self.backend) and looks_after_backward(self.root, module):
-            yield  # what is shown after each backward is reduced
+            yield  # published gradients must be reduced after each backward
             return
         self._accumulates = True
         try:
@@ -544,26 +543,26 @@ class TrainerAdapter(ParallelProcesses):
 
     def on_validation_start(self) -> None:
         """Evaluate with rank 0's buffers on every rank."""
-        self._arrive("the beginning of an evaluation")
+        self._announce("the beginning of an evaluation")
         self.backend.sync_buffers(self.lightning_module)
 
     on_test_start = on_validation_start
 
     def on_predict_start(self) -> None:
-        """As `on_validation_start`; also agree with the other ranks on the number of steps."""
+        """Do as `on_validation_start`, and agree on the number of steps over the ranks."""
         self.on_validation_start()
         batches = self.lightning_module.trainer.num_predict_batches
         self._even_prediction.start(batches, most=self._most)
 
     def on_validation_end(self) -> None:
-        """Compare the ranks: all of them have ended it."""
-        self._arrive("the end of an evaluation")
+        """Compare the ranks at the end of an evaluation."""
+        self._announce("the end of an evaluation")
 
     on_test_end = on_predict_end = on_validation_end
 
     def on_train_end(self) -> None:
-        """Compare the ranks: all of them have ended the loop."""
-        self._arrive("the end of training")
+        """Compare the ranks at the end of training."""
+        self._announce("the end of training")
 
     def _most(self, own: int) -> int:
         return int(self._reduce(torch.tensor(own), None, "max"))
@@ -571,42 +570,42 @@ class TrainerAdapter(ParallelProcesses):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks; the result reaches every rank."""
         if group in (None, dist.group.WORLD):
-            self._arrive("a reduction over the ranks, as of self.log(..., sync_dist=True)")
-        with self._explaining():
+            self._announce("a reduction over the ranks, as of self.log(..., sync_dist=True)")
+        with self._reporting():
             return self._reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return True if all ranks, or any of them, decide so."""
-        self._arrive("a decision over the ranks")
-        with self._explaining():
+        self._announce("a decision over the ranks")
+        with self._reporting():
             return super().reduce_boolean_decision(decision, all)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Stack what the ranks have; where ranks share data, what each share has, once."""
-        with self._explaining():
+        """Stack the tensors of all ranks; ranks that read the same share of the data contribute once."""
+        with self._reporting():
             return super().all_gather(tensor, group, sync_grads)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every process has come here, unless this one has failed alone."""
+        """Wait for all processes (unless this one has failed alone)."""
         if not self._is_alone:
             super().barrier(name)
 
     def _fails_alone(self) -> bool:
-        """After an error, whether some rank does not come to save: it may be anywhere, and must not wait."""
+        """Return True after an error if other ranks do not reach the save, and would never answer."""
         trainer = attached_trainer(self.lightning_module)
-        if self._phase is _Phase.APART or trainer is None or not trainer.interrupted or self._is_alone:
+        if self._phase is _Phase.NO_RUN or trainer is None or not trainer.interrupted or self._is_alone:
             return self._is_alone
         self._is_alone = not all_arrive("saving after an error", timeout=_TIME_TO_FAIL_TOGETHER)
         if self._is_alone:
             log.error(
-                "Nothing is saved after the error: the other ranks did not come to save with rank %d.",
+                "Saved nothing after the error: the other ranks did not reach the save with rank %d",
                 self._rank,
             )
         return self._is_alone
 
     @property
     def checkpoint_io(self) -> Any:
-        """`nnx.CheckpointIO` unless the user brought another; wrappers get it as their base."""
+        """The user's checkpoint IO, or `nnx.CheckpointIO`, which wrappers get as their base."""
         io = self._checkpoint_io
         if io is None:
             self._checkpoint_io = self._own_checkpoint_io()
@@ -621,14 +620,14 @@ class TrainerAdapter(ParallelProcesses):
         self._checkpoint_io = checkpoint_io
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's shards by parameter name; handles, not copies. Empty where it has failed alone."""
+        """Return handles on this rank's shards by parameter name; empty if it has failed alone."""
         if self._fails_alone():
             return {}
-        self._arrive("the saving of a checkpoint")  # some engines compare the ranks to describe their state
+        self._announce("the saving of a checkpoint")  # some engines compare the ranks to describe their state
         return module_state_dict(self.backend, self.lightning_module)
 
     def optimizer_state(self, optimizer: Optimizer) -> Any:
-        """This rank's optimizer state by parameter name; handles, not copies. Empty where it failed alone."""
+        """Return handles on this rank's optimizer state by parameter name; empty if it has failed alone."""
         if self._fails_alone():
             return {}
         optimizer = unwrap_optimizer(optimizer)
@@ -637,19 +636,19 @@ class TrainerAdapter(ParallelProcesses):
         return self.backend.optimizer_state(self.lightning_module, optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint, all ranks together; after an error only if it is that of all ranks."""
+        """Save a checkpoint (unless this rank has failed alone). Collective."""
         if self._fails_alone():
             return
-        self._arrive("the saving of a checkpoint")
-        if self._phase is _Phase.APART:
-            self._refuse_lost_weights("a checkpoint is made of weights")
-        trainer = attached_trainer(self.lightning_module)  # None where other processes ran it
-        resumable = "optimizer_states" in checkpoint  # which one of weights only is not
+        self._announce("the saving of a checkpoint")
+        if self._phase is _Phase.NO_RUN:
+            self._refuse_untrained_weights("a checkpoint needs weights")
+        trainer = attached_trainer(self.lightning_module)  # None if other processes ran it
+        resumable = "optimizer_states" in checkpoint  # a weights-only checkpoint has none
         own = self._exact_resume.state(trainer) if resumable and trainer is not None else None
         save_lightning_checkpoint(self, checkpoint, self.broadcast(filepath), storage_options, own=own)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Open a checkpoint; its tensors are read when the module is laid out."""
+        """Open a checkpoint; its tensors are read once the module is laid out."""
         checkpoint = load_lightning_checkpoint(self, self.broadcast(checkpoint_path), weights_only)
         take_rank_entries(checkpoint, self.global_rank, self.world_size)
         trainer = attached_trainer(self.lightning_module)
@@ -658,25 +657,25 @@ class TrainerAdapter(ParallelProcesses):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Read this rank's part of the weights in place; before the module is laid out, remember to do so.
+        """Read this rank's shards of the weights in place; before the layout, postpone it to `setup`.
 
-        Trainer calls it before `setup`, as it does under ``ddp``: callbacks and hooks have the state of the
-        checkpoint when they see the optimizers.
+        Trainer calls it before `setup`, as under ``ddp``, so that callbacks and hooks have the state of the
+        checkpoint when they get the optimizers.
         """
         weights = checkpoint["state_dict"]
         if self._phase is _Phase.JOINED:
-            self._weights_to_load = copy(weights), strict  # callbacks may take entries out of theirs
+            self._weights_to_load = copy(weights), strict  # callbacks may remove entries from theirs
             return
         restore_model(self.backend, self.lightning_module, weights, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Read this rank's shards of every optimizer's state in place; the data resumes there too."""
+        """Read this rank's shards of every optimizer's state in place, and resume the data."""
         self._exact_resume.activate()
         restore_optimizers(
             self.backend, self.lightning_module, self.optimizers, checkpoint["optimizer_states"]
         )
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a checkpoint, from rank 0."""
+        """Delete a checkpoint on rank zero."""
         if self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(filepath)

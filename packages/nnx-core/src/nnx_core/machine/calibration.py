@@ -1,10 +1,10 @@
-"""Measuring the machine: computation, copies, updates, and collectives on the actual group.
+"""Measure the machine: computation, copies, updates, and collectives on the actual group.
 
 Measurements call the same code as training: operators through autograd, collectives through a `Communicator`,
-copies from pinned memory. `nnx_core.machine.hardware` says what each figure means, and by which clock. Small
-things are called in turns with computation, as programs call them: a collective that finds caches and threads
-cold takes several times what it takes in a loop of its own. Results are kept on disk, one file for a machine,
-and all ranks use rank zero's. A broken file is measured again.
+copies from pinned memory. `nnx_core.machine.hardware` defines each figure and its clock. Small operations
+alternate with computation, as in training: a collective on cold caches and threads takes several times longer
+than in a loop of its own. Results are cached on disk, one file per machine, and all ranks use rank zero's. A
+damaged file is measured again.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ __all__ = ["calibrated"]
 
 _FORMAT = 5
 _LONG = 0.02
-"""Seconds of a collective after which none that is larger is measured."""
+"""Seconds of a collective after which no larger one is measured."""
 _LONG_ENOUGH = 0.005
-"""Seconds from which on any other measurement need not be made larger."""
+"""Seconds of any other measurement after which it is not made larger."""
 _LAPS = 12
 _LINK_SIZES = (4 * 1024, 64 * 1024, 1024 * 1024, 4 * 1024 * 1024)
-"""Whole bytes at which collectives are measured on CPUs."""
+"""Total bytes of measured collectives on CPUs."""
 _LARGER_LINK_SIZES = (32 * 1024**2, 256 * 1024**2)
-"""Further ones for devices with fast links, where the others take hardly more than a latency."""
+"""Further sizes for devices with fast links, where the others take hardly more than a latency."""
 _COPIED = tuple(2**power for power in (18, 20, 22, 24, 26))
 _SIDES = (128, 256, 512, 1024, 2048, 4096, 8192)
 _UPDATED_ON_HOST, _UPDATED_ON_CARD = 2**21, 2**27
 _BYTES_OF_ADAMW = 16
-"""Of an element: weight, gradient and two moments."""
+"""Bytes per element: weight, gradient and two moments."""
 
 
 def calibrated(
@@ -52,7 +52,7 @@ def calibrated(
     room: int | None = None,
     fresh: bool = False,
 ) -> Hardware:
-    """Figures of this machine and of this rank's unit, the same on all ranks. Collective over both.
+    """Return the figures of this machine and of this rank's unit, equal on all ranks. Collective over both.
 
     Args:
         communicator: The unit's collectives.
@@ -101,7 +101,7 @@ def _wall_clock(device: torch.device) -> Clock:
 
 
 def _seconds(call: Callable[[], object], clock: Clock, *, times: int, rounds: int = 3) -> float:
-    """Seconds of one call: the least mean of some rounds, which other processes disturbed least."""
+    """Return the seconds of a call: the smallest mean of several rounds, the least disturbed one."""
     call()
     means = []
     for _ in range(rounds):
@@ -113,7 +113,7 @@ def _seconds(call: Callable[[], object], clock: Clock, *, times: int, rounds: in
 
 
 def _seconds_amid(call: Callable[[], object], work: Callable[[], object], clock: Clock) -> float:
-    """Seconds that a call adds to work that it stands between; lower quartiles of both."""
+    """Return the seconds that a call adds between two calls of work; from lower quartiles of both."""
 
     def laps(*calls: Callable[[], object]) -> float:
         taken = []
@@ -130,7 +130,7 @@ def _seconds_amid(call: Callable[[], object], work: Callable[[], object], clock:
 
 
 def _some_work(device: torch.device) -> Callable[[], object]:
-    """Computation that takes a CPU about a millisecond."""
+    """Return a computation of about a millisecond on a CPU."""
     matrix = torch.ones(256, 256, device=device)
     return lambda: torch.tanh(matrix @ matrix)
 
@@ -144,7 +144,7 @@ def free_room(device: torch.device) -> int:
 
 
 def link_sizes(kind: str, room: int) -> tuple[int, ...]:
-    """Whole bytes at which collectives are measured: on a card so many that a latency does not count.
+    """Return the total bytes of measured collectives; on a GPU so many that the latency is negligible.
 
     Args:
         kind: The type of the device.
@@ -159,7 +159,7 @@ def link_sizes(kind: str, room: int) -> tuple[int, ...]:
 
 
 def updated_elements(kind: str, room: int) -> int:
-    """Elements that the fused AdamW is measured with: on a card so many that launches do not count.
+    """Return the elements of a measured fused AdamW; on a GPU so many that launches are negligible.
 
     Args:
         kind: The type of the device.
@@ -181,10 +181,10 @@ def _measure_links(
     group: dist.ProcessGroup | None,
     room: int,
 ) -> tuple[MeasuredLink, MeasuredLink]:
-    """The links within a node and across nodes; where there is one kind only, it stands for both.
+    """Measure the links within a node and across nodes; one kind serves for both if there is no other.
 
-    The unit's ranks measure the one that they have. For the other, groups are made for the time being: of the
-    ranks with the same place on each node, which then send all at once, or of the ranks of each node.
+    The unit's ranks measure their own kind. For the other one, temporary groups are made: of the ranks with
+    the same local rank on each node, which all send at once, or of the ranks of each node.
     """
     own = measure_link(communicator, device, clock, room)
     hosts = all_gather_object(platform.node(), group)
@@ -213,7 +213,7 @@ def _measure_links(
 
 
 def measure_link(communicator: Communicator, device: torch.device, clock: Clock, room: int) -> MeasuredLink:
-    """Every kind of collective at every size that does not take too long. Collective over the unit."""
+    """Measure every kind of collective, at every size within the time limit. Collective over the unit."""
     points = {kind: _points(communicator, device, clock, kind, room) for kind in COLLECTIVES}
     return MeasuredLink(communicator.size, {kind: _rising(found) for kind, found in points.items()})
 
@@ -221,7 +221,7 @@ def measure_link(communicator: Communicator, device: torch.device, clock: Clock,
 def _points(
     communicator: Communicator, device: torch.device, clock: Clock, kind: Collective, room: int
 ) -> tuple[tuple[float, float], ...]:
-    """Bytes and seconds; sizes that a slow link cannot carry in time follow from the slope."""
+    """Return bytes and seconds; sizes above the time limit are extrapolated."""
     points: list[tuple[float, float]] = []
     for whole in link_sizes(device.type, room):
         seconds = _collective_seconds(communicator, device, clock, kind, whole)
@@ -232,7 +232,7 @@ def _points(
 
 
 def _rising(points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
-    """No collective is dearer for being smaller: where it seems so, something disturbed the measurement."""
+    """Make seconds rise with the size: a smaller collective that took longer was disturbed."""
     seconds = [min(later for _, later in points[index:]) for index in range(len(points))]
     return tuple((whole, time) for (whole, _), time in zip(points, seconds, strict=True))
 
@@ -240,10 +240,10 @@ def _rising(points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float
 def _collective_seconds(
     communicator: Communicator, device: torch.device, clock: Clock, kind: Collective, whole: int
 ) -> float:
-    """One collective on activations: whole bytes of three dims, split or gathered along the middle one.
+    """Measure one collective on activations of three dims, split or gathered along the middle one.
 
     Returns:
-        The mean over the ranks, which is the same on each.
+        The mean seconds over the ranks, equal on each.
     """
     size = communicator.size
     width = -(-64 // size) * size  # which every number of ranks divides
@@ -261,7 +261,7 @@ def _collective_seconds(
 
 
 def measure_compute(device: torch.device, clock: Clock, room: int) -> dict[str, Any]:
-    """Rates of computation, as fields of `Hardware`."""
+    """Measure rates of computation, as fields of `Hardware`."""
     generator = torch.Generator(device).manual_seed(0)
     million = torch.ones(1024, 1024, device=device)
     small = million[:256].contiguous()
@@ -277,7 +277,7 @@ def measure_compute(device: torch.device, clock: Clock, room: int) -> dict[str, 
 
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype, clock: Clock, room: int) -> float:
-    """Operations per second, at the best of growing sizes: others may disturb one of them."""
+    """Return operations per second, the best of growing sizes: other processes may disturb one."""
     best = 0.0
     for side in _SIDES:
         if best and 2 * side**2 * dtype.itemsize > room:
@@ -291,7 +291,7 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype, clock: Clock, room: i
 
 
 def _overhead(device: torch.device, clock: Clock) -> float:
-    """Seconds of an operator on next to nothing, in one direction: a mixture of what layers consist of."""
+    """Return the seconds of an operator on tiny tensors, in one direction: a mixture of common operators."""
     functional, layers = torch.nn.functional, 8
     start = torch.ones(2, 8, device=device, requires_grad=True)
     weight = torch.ones(8, 8, device=device, requires_grad=True)
@@ -330,7 +330,7 @@ def _updates(device: torch.device, clock: Clock, room: int) -> dict[str, float]:
 def _adamw(
     device: torch.device, count: int, numel: int, *, fused: bool | None = None
 ) -> Callable[[], object]:
-    """A step over some parameters."""
+    """Return an AdamW step over some parameters."""
     parameters = [torch.nn.Parameter(torch.ones(numel, device=device)) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -338,7 +338,7 @@ def _adamw(
 
 
 def measure_copies(device: torch.device, clock: Clock, room: int) -> dict[str, Any]:
-    """Rates of copies between host and device, as fields of `Hardware`."""
+    """Measure rates of copies between CPU and device, as fields of `Hardware`."""
     rates: dict[str, float] = {}
     for nbytes in _COPIED:
         if rates and nbytes > room:

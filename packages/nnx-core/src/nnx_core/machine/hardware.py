@@ -1,10 +1,9 @@
 """Describe machines: rates of computation, copies and updates, and links between the ranks.
 
-This file owns the figures, how they become seconds, and those that makers publish;
-`nnx_core.machine.calibration` measures them. Engines and planners read the same figures, so each has one
-meaning, which `Hardware` states. The *whole* bytes of a collective are those of the tensor that all ranks
-hold together: of what `all_reduce` sums, what `all_gather` makes, what `reduce_scatter` takes, and what
-`all_to_all` moves of all ranks.
+This module owns the figures, their conversion to seconds, and published profiles; the measurements are in
+`nnx_core.machine.calibration`. Engines and planners read the same figures, which `Hardware` defines. The
+*whole* bytes of a collective are the bytes of the unsharded tensor: the input of `all_reduce` and
+`reduce_scatter`, the output of `all_gather`, and the inputs of all ranks for `all_to_all`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatt
 
 
 def sent_share(kind: Collective, ranks: int) -> float:
-    """The share of the whole bytes that each rank sends, in the best algorithm."""
+    """Return the fraction of the whole bytes that each rank sends, in the best algorithm."""
     share = (ranks - 1) / ranks
     return {
         "all_reduce": 2 * share,
@@ -40,11 +39,11 @@ def sent_share(kind: Collective, ranks: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link that is described by two figures.
+    """A link with two figures.
 
     Attributes:
         latency: Seconds of one hop.
-        bandwidth: Bytes that a rank sends in a second.
+        bandwidth: Bytes per second of a rank.
 
     Example:
         >>> Link(latency=1e-5, bandwidth=1e9).seconds("all_gather", 2_000_000, 2)
@@ -75,10 +74,10 @@ class MeasuredLink:
     """A link whose collectives were measured, each at several sizes.
 
     Attributes:
-        ranks: Ranks that took part in the measurement.
-        points: For each kind, whole bytes and seconds, in ascending order. Between them it is a straight
-            line, beyond the last one it goes on as `throughput` says. Other numbers of ranks are scaled by
-            what a rank sends.
+        ranks: The number of ranks in the measurement.
+        points: For each kind, whole bytes and seconds, in ascending order. Values between them are
+            interpolated; values beyond the last one are extrapolated by `throughput`. Other numbers of ranks
+            are scaled by the bytes that a rank sends.
     """
 
     ranks: int
@@ -114,16 +113,16 @@ def _interpolated(points: tuple[tuple[float, float], ...], at: float) -> float:
 
 
 def _slope(points: tuple[tuple[float, float], ...]) -> float:
-    """Seconds for one more byte beyond the last point: the steepest line that leads there from another.
+    """Return the seconds per byte beyond the last point: the steepest line to it from another point.
 
-    A measurement that was disturbed can make neighbours equal, which would be a link of infinite bandwidth.
+    A disturbed measurement can make neighbours equal, which would mean infinite bandwidth.
     """
     *others, (more, later) = points
     return max((later - earlier) / (more - less) for less, earlier in others) or later / more
 
 
 def link_of_json(data: Mapping[str, Any]) -> Link | MeasuredLink:
-    """The link that `to_json` wrote."""
+    """Make a link from the result of `to_json`."""
     if "latency" in data:
         return Link(float(data["latency"]), float(data["bandwidth"]))
     points = {kind: tuple((float(b), float(s)) for b, s in rows) for kind, rows in data["points"].items()}
@@ -134,12 +133,12 @@ def link_of_json(data: Mapping[str, Any]) -> Link | MeasuredLink:
 class Hardware:
     """Figures of one kind of machine, for one rank.
 
-    Seconds are those of one clock. It is CPU time where the ranks compute on the CPUs of one host, as waiting
-    costs nothing there that another rank could not use, and wall time everywhere else.
+    All seconds are of one clock: CPU time if the ranks compute on the CPUs of one host, where other ranks use
+    the time of a wait, and wall time otherwise.
 
     Attributes:
-        name: The name of it in plans.
-        origin: Says whether the figures were measured here or are published ones.
+        name: The name in plans.
+        origin: ``measured`` on this machine, or ``published``.
         matmul: Floating-point operations in a second of a large matrix product, by dtype.
         bandwidth: Bytes that an elementwise operator reads and writes in a second.
         special: Elements in a second of an elementwise operator that is not memory-bound (gelu, exp, tanh).
@@ -178,11 +177,11 @@ class Hardware:
     memory: int = 0
 
     def flops(self, dtype: str) -> float:
-        """Rate of matrix products in a dtype; of float32 where that dtype is not known."""
+        """Return the rate of matrix products in a dtype; of float32 for an unknown dtype."""
         return self.matmul.get(dtype, self.matmul["float32"])
 
     def link(self, ranks: int, *, stride: int = 1) -> Link | MeasuredLink:
-        """The link that a group uses whose ranks are that far apart."""
+        """Return the link of a group of ranks with a stride."""
         return self.inside if ranks * stride <= self.ranks_per_node else self.across
 
     def to_json(self) -> dict[str, Any]:
@@ -196,18 +195,18 @@ class Hardware:
 
     @property
     def digest(self) -> str:
-        """A short text that is another one for other figures."""
+        """A short hash of the figures."""
         text = json.dumps(self.to_json(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @classmethod
     def of_json(cls, data: Mapping[str, Any]) -> Hardware:
-        """The hardware that `to_json` wrote.
+        """Make hardware from the result of `to_json`.
 
         Raises:
             KeyError: A figure is missing.
             TypeError: A figure is no number.
-            ValueError: A figure that is divided by is not between 0 and infinity.
+            ValueError: A rate is not between 0 and infinity.
         """
         matmul = {str(dtype): float(rate) for dtype, rate in data["matmul"].items()}
         rates: dict[str, Any] = {name: float(data[name]) for name in _RATES}
@@ -240,9 +239,9 @@ _GIB = 1024**3
 _NVLINK_LATENCY = 4e-6
 _NETWORK_LATENCY = 1.2e-5
 _UPDATE = 80
-"""Bytes that AdamW reads and writes for each element, a pass of all parameters for each of its steps."""
+"""Bytes that AdamW reads and writes per element, with one pass over all parameters per operation."""
 _FUSED_UPDATE = 28
-"""The same of the fused one, which makes a single pass."""
+"""Bytes that fused AdamW reads and writes per element, in a single pass."""
 _HOST_UPDATE = 1e-9
 """A rank's share of a server with eight of them: 28 GB/s."""
 

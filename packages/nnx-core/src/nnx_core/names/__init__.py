@@ -1,1 +1,1 @@
-"""Names of strategies, launchers and formats: what plugins declare, the catalog of all, and the registry."""
+"""Names of strategies, launchers and formats: declarations of plugins, the catalog, and the registry."""

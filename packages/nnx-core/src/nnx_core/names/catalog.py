@@ -16,7 +16,7 @@ Tier = Literal["official", "community", "example"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogEntry:
-    """A strategy that some distribution provides.
+    """A strategy of a distribution.
 
     Attributes:
         name: The strategy.
@@ -49,13 +49,13 @@ class CatalogEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoricalName:
-    """A name that nothing provides any more.
+    """A removed name.
 
     Attributes:
-        name: The name that old scripts write.
+        name: The name in old scripts.
         was: Its former meaning.
         successor: The name to use today.
-        how: A sentence on what to change besides the name.
+        how: A sentence about other necessary changes.
         until: The last minor version of Lightning that had it, where that is known.
         distribution: The package that provided it outside Lightning, if there was one.
         url: The home of that package.
@@ -93,7 +93,7 @@ def _index() -> tuple[dict[str, CatalogEntry], dict[str, HistoricalName]]:
 
 
 def known() -> dict[str, CatalogEntry]:
-    """Every strategy of the catalog by name, installed or not.
+    """Return every strategy of the catalog by name, installed or not.
 
     Example:
         >>> known()["fsdp_auto"].install
@@ -103,7 +103,7 @@ def known() -> dict[str, CatalogEntry]:
 
 
 def historical() -> dict[str, HistoricalName]:
-    """Names of the past, by name.
+    """Return the removed names.
 
     Example:
         >>> historical()["ddp_sharded"].successor

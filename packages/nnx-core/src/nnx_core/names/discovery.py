@@ -31,7 +31,7 @@ from nnx_core.names.spec import LIGHTNING_NAMES, CheckpointFormatSpec, LauncherS
 Declared = TypeVar("Declared", CheckpointFormatSpec, LauncherSpec)
 
 Visited = tuple[EntryPoint, Plugin]
-"""An entry point, and what is known of it before it is imported."""
+"""An entry point, and its metadata before the import."""
 
 
 Ask = Callable[[Sequence[Visited]], Iterable[list[StrategySpec] | RefusedError]]
@@ -39,12 +39,12 @@ Ask = Callable[[Sequence[Visited]], Iterable[list[StrategySpec] | RefusedError]]
 
 @dataclass(slots=True)
 class Inventory:
-    """Everything that one round of discovery found.
+    """The result of a discovery.
 
     Attributes:
         specs: The strategies, by name.
-        owners: The distribution and version that each name comes from.
-        plugins: Every entry point, in the order in which it was visited.
+        owners: The distribution and version of each name.
+        plugins: Every entry point, in the order of visits.
         problems: The problems, in the same order.
     """
 
@@ -62,7 +62,7 @@ class _State:
     found: Inventory | None = None
     unfinished: Inventory | None = None
     ask: Ask | None = None
-    """What looks at plugins instead of this process, see `nnx_core.names.plugin_processes`."""
+    """Reads plugins outside of this process, see `nnx_core.names.plugin_processes`; None for this process."""
 
 
 def inventory() -> Inventory:
@@ -73,7 +73,7 @@ def inventory() -> Inventory:
     """
     with _State.lock:
         if _State.unfinished is not None:
-            # A plugin's own module asks while it is loaded.
+            # A plugin's own module may call this during its import.
             return _State.unfinished
         if _State.found is None:
             _State.found = _discover(entry_points(group=GROUP))
@@ -86,7 +86,7 @@ def inventory() -> Inventory:
 
 
 def refresh() -> Inventory:
-    """Look again; `StrategyRegistry.refresh` brings Lightning's registries up to date as well."""
+    """Discover plugins again; `StrategyRegistry.refresh` also updates Lightning's registries."""
     with _State.lock:
         _State.found = None
         importlib.invalidate_caches()
@@ -94,12 +94,12 @@ def refresh() -> Inventory:
 
 
 def checkpoint_formats() -> dict[str, CheckpointFormatSpec]:
-    """The checkpoint formats of all plugins, by name; a failing plugin adds a `Problem`."""
+    """Return the checkpoint formats of all plugins, by name; a failing plugin adds a `Problem`."""
     return _declared("nnx_checkpoint_formats", CheckpointFormatSpec)
 
 
 def launchers() -> dict[str, LauncherSpec]:
-    """The launchers of all plugins, by name; a failing plugin adds a `Problem`."""
+    """Return the launchers of all plugins, by name; a failing plugin adds a `Problem`."""
     return _declared("nnx_launchers", LauncherSpec)
 
 
@@ -181,7 +181,7 @@ def _declared_twice(plugin: Plugin) -> Problem:
 
 
 def _admit(result: Inventory, plugin: Plugin, specs: list[StrategySpec]) -> Plugin:
-    """Take over the names that are free; the first distribution by name keeps one that the catalog lacks."""
+    """Add the free names of a plugin; the first distribution by name gets a name outside of the catalog."""
     admitted = []
     for spec in specs:
         entry = known().get(spec.name)
@@ -226,7 +226,7 @@ def _normal(name: str) -> str:
 
 
 def _origin(entry: EntryPoint) -> tuple[str, str]:
-    """Name and version of the distribution, which a damaged installation may lack."""
+    """Return name and version of the distribution, which a damaged installation may lack."""
     try:
         return entry.dist.name or "unknown", entry.dist.version or ""  # type: ignore[union-attr]
     except Exception:

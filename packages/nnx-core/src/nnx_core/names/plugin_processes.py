@@ -41,7 +41,7 @@ _CHILD = (
 
 @contextmanager
 def looking_from_outside() -> Iterator[None]:
-    """Let `nnx_core.names.discovery.inventory` leave the plugins to other processes meanwhile.
+    """Make `nnx_core.names.discovery.inventory` read plugins in other processes, in a context.
 
     It has the names then and what is declared of them, and cannot call another hook.
     """
@@ -54,10 +54,10 @@ def looking_from_outside() -> Iterator[None]:
 
 
 def look(visited: Sequence[Visited]) -> list[list[StrategySpec] | RefusedError]:
-    """Return each plugin's strategies, or the reason for its refusal, in the order given.
+    """Return each plugin's strategies, or the reason for its refusal, in the given order.
 
     Args:
-        visited: Entry points, and the facts about each before it is imported.
+        visited: Entry points, and their metadata before the import.
     """
     kept = [_recall(entry, plugin) for entry, plugin in visited]
     missing = [pair for pair, specs in zip(visited, kept, strict=True) if specs is None]
@@ -69,7 +69,7 @@ def look(visited: Sequence[Visited]) -> list[list[StrategySpec] | RefusedError]:
 
 
 def _ask(visited: Visited) -> list[StrategySpec] | RefusedError:
-    """Let a new process look at one plugin."""
+    """Read one plugin in a new process."""
     entry, plugin = visited
     key = _key(entry, plugin)  # as it was before the plugin was looked at
     arguments = [entry.name, entry.value, plugin.distribution, plugin.version, *map(str, sys.path)]
@@ -102,7 +102,7 @@ def _ask(visited: Visited) -> list[StrategySpec] | RefusedError:
 
 
 def _read_answer(process: subprocess.Popen[bytes]) -> bytes:
-    """Read what the process answers up to its end, or until it is too long.
+    """Read the answer of the process up to its end, or to a maximum length.
 
     Raises:
         subprocess.TimeoutExpired: It did not start, or did not end, in time.
@@ -147,13 +147,13 @@ def _refused(plugin: Plugin, detail: str) -> RefusedError:
 
 
 def answer(name: str, value: str, distribution: str, version: str) -> None:
-    """Look at one plugin in this process, write the findings as JSON, and end the process.
+    """Read one plugin in this process, write the result as JSON, and end the process.
 
     Args:
         name: The name of the entry point.
         value: The value of the entry point.
-        distribution: Name of the package that declares it.
-        version: Version of that package.
+        distribution: The name of the package that declares it.
+        version: The version of that package.
     """
     dumps, write, leave = json.dumps, os.write, os._exit
     out = os.dup(1)
@@ -181,21 +181,21 @@ def answer(name: str, value: str, distribution: str, version: str) -> None:
 
 
 def _files(before: set[str]) -> list[str]:
-    """The files of the modules that were imported since."""
+    """Return the files of the modules that were imported since."""
     modules = [module for name, module in list(sys.modules.items()) if name not in before]
     found = {getattr(module, "__file__", None) for module in modules}
     return sorted(file for file in found if isinstance(file, str))
 
 
 def _recall(entry: EntryPoint, plugin: Plugin) -> list[StrategySpec] | None:
-    """The answer of an earlier run, where nothing has changed since."""
+    """Return the answer of an earlier run (unless files have changed since)."""
     key = _key(entry, plugin)
     try:
         content = read_json(_place(entry, plugin))
         if key is None or content["key"] != key or content["files"] != _stamps(content["files"]):
             return None
         return [_spec(declared) for declared in content["specs"]]
-    except Exception:  # Anything may be in a file; it is looked at anew then.
+    except Exception:  # the file may have any content; the plugin is read again then
         return None
 
 
@@ -220,12 +220,12 @@ def _key(entry: EntryPoint, plugin: Plugin) -> list[Any] | None:
 
 
 def _stamps(files: Sequence[str]) -> dict[str, list[int]]:
-    """When each file was changed, and how large it is."""
+    """Return modification time and size of each file."""
     return {file: [(status := Path(file).stat()).st_mtime_ns, status.st_size] for file in files}
 
 
 def _spec(declared: dict[str, Any]) -> StrategySpec:
-    """A spec, from its `as_dict`."""
+    """Make a spec from its `as_dict`."""
     capabilities: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in declared["capabilities"].items()

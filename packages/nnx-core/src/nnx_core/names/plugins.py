@@ -1,4 +1,4 @@
-"""Plugins: what they may implement, how they are found, and what went wrong with each.
+"""Plugins: the hooks that they may implement, the calls of these hooks, and the problems of each plugin.
 
     from nnx_core import StrategySpec, hookimpl
 
@@ -43,7 +43,7 @@ _hookspec = pluggy.HookspecMarker(_PROJECT)
 
 
 class Hooks:
-    """The hooks that a plugin may implement. Each is optional, takes nothing and returns data."""
+    """The hooks that a plugin may implement. Each is optional, takes no arguments and returns data."""
 
     @_hookspec
     def nnx_strategies(self) -> list[StrategySpec]:  # type: ignore[empty-body]
@@ -55,7 +55,7 @@ class Hooks:
 
     @_hookspec
     def nnx_launchers(self) -> list[LauncherSpec]:  # type: ignore[empty-body]
-        """The ways of starting processes that this plugin provides. Called when one is asked for."""
+        """The launchers that this plugin provides. Called when one is requested."""
 
 
 Status = Literal["ok", "broken", "disabled"]
@@ -88,11 +88,11 @@ class Plugin:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a plugin, or one of its names, is not available.
+    """The reason why a plugin, or one of its names, is not available.
 
     Attributes:
         kind: ``import`` (its module cannot be loaded), ``hook`` (a hook raised or is unknown),
-            ``result`` (a hook returned something else than specs), ``api`` (written for another
+            ``result`` (a hook returned other objects than specs), ``api`` (written for another
             version of nnx), ``collision`` (the name is taken) or ``selection`` (``NNX_LOAD_PLUGINS``
             names a plugin that is not installed).
         plugin: Name of its entry point.
@@ -117,7 +117,7 @@ class Problem:
 
 
 class RefusedError(Exception):
-    """Ends one plugin's turn; carries what its `Problem` says."""
+    """Refuses a plugin; carries the attributes of its `Problem`."""
 
     def __init__(self, kind: ProblemKind, detail: str, remedy: str) -> None:
         super().__init__(detail)
@@ -125,11 +125,11 @@ class RefusedError(Exception):
 
 
 class EngineImportError(NnxError, ImportError):
-    """The module of a plugin's entry point imports an engine, which is for the target's module to do."""
+    """The module of a plugin's entry point imports an engine, which only the target's module may do."""
 
 
 class _Barrier:
-    """Keeps engines from being imported while a plugin's code runs, and puts the list of importers back.
+    """Prevents imports of engines while a plugin's code runs, and restores the list of importers.
 
     An engine would make listing slow. It would also break Lightning: plugins are loaded while Lightning is
     being imported, and importing more of it out of turn leaves it damaged. Importers that a plugin adds stay,
@@ -167,17 +167,17 @@ class _Barrier:
 
 
 def new_manager() -> pluggy.PluginManager:
-    """A plugin manager that knows the hooks of nnx and no plugin."""
+    """Return a plugin manager with the hooks of nnx and without plugins."""
     manager = pluggy.PluginManager(_PROJECT)
     manager.add_hookspecs(Hooks)
     return manager
 
 
 def load(manager: pluggy.PluginManager, entry: EntryPoint, plugin: Plugin) -> list[StrategySpec]:
-    """Import and call one plugin; afterwards it is registered whole or not at all.
+    """Import and call one plugin; register it completely or not at all.
 
     Raises:
-        RefusedError: The plugin's fault.
+        RefusedError: The plugin has a problem.
     """
     key = _key(plugin)
     try:
@@ -200,7 +200,7 @@ def _turn() -> Iterator[None]:
 
 
 def _call(manager: pluggy.PluginManager, plugin: Plugin, hook: str, wanted: type[Any]) -> list[Any]:
-    """Call one hook of one plugin in its turn, and accept nothing but a list of valid specs."""
+    """Call one hook of one plugin, and accept only a list of valid specs."""
     key = _key(plugin)
     others = [module for name, module in manager.list_name_plugin() if name != key and module is not None]
     caller = manager.subset_hook_caller(hook, remove_plugins=others)
@@ -220,7 +220,7 @@ def _call(manager: pluggy.PluginManager, plugin: Plugin, hook: str, wanted: type
 
 
 def _check_hooks(manager: pluggy.PluginManager, module: Any) -> None:
-    """Refuse a plugin that implements nothing, or a hook that this version does not call."""
+    """Refuse a plugin without hooks, or with a hook that this version does not call."""
     callers = manager.get_hookcallers(module) or []
     unknown = sorted(
         caller.name
@@ -269,7 +269,7 @@ def _check_spec(spec: StrategySpec | CheckpointFormatSpec | LauncherSpec) -> Non
 
 
 def _guarded(kind: ProblemKind, plugin: Plugin, action: Callable[[], Any]) -> Any:
-    """Run the plugin's code; every error of it, also an exit of the process, becomes a problem."""
+    """Run the plugin's code; convert every error, also an exit of the process, to a problem."""
     try:
         return action()
     except KeyboardInterrupt:

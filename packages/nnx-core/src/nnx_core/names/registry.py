@@ -28,11 +28,11 @@ _TO_INSTALL, _PAST = 0.1, 0.2
 
 
 def explain(name: str, *, usable: Sequence[str]) -> NnxError:
-    """The error for a name that is not usable.
+    """Return the error for a name that is not usable.
 
     Args:
-        name: The name that was asked for.
-        usable: The names that are.
+        name: The requested name.
+        usable: The usable names.
 
     Example:
         >>> explain("fsdp_native", usable=["fsdp_auto"]).remedy
@@ -65,7 +65,7 @@ def _explain_catalogued(entry: CatalogEntry) -> NnxError:
 
 
 def _explain_unusable(name: str, plugin: Plugin) -> NnxError:
-    """The distribution is there, but does not provide the name."""
+    """Return the error for an installed distribution that does not provide the name."""
     start = f"the strategy {name!r} is provided by {plugin.distribution}"
     if plugin.status == "disabled":
         return StrategyNotFoundError(
@@ -102,24 +102,24 @@ def _explain_unknown(name: str, usable: Sequence[str]) -> NnxError:
 
 
 def _nearest(name: str, usable: Sequence[str]) -> list[str]:
-    """Return similar names, the best first; a name that cannot be used at once has to be more similar."""
+    """Return similar names, the best first; names that are not usable must be more similar."""
     from difflib import SequenceMatcher, get_close_matches
 
-    def worth(found: str) -> float:
+    def score(found: str) -> float:
         likeness = SequenceMatcher(None, found, name).ratio()
         if found in usable:
             return likeness
         return likeness - (_PAST if found in historical() else _TO_INSTALL if found in known() else 0)
 
     candidates = sorted({*usable, *known(), *historical(), *LIGHTNING_NAMES})
-    return sorted(get_close_matches(name, candidates, n=3), key=worth, reverse=True)
+    return sorted(get_close_matches(name, candidates, n=3), key=score, reverse=True)
 
 
 _HERE = "this process"
 
 
 class Registry:
-    """Looks strategies up by name, and takes new ones in.
+    """Looks up strategies by name, and registers new ones.
 
     Example:
         >>> StrategyRegistry.register("my_ddp", "lightning.pytorch.strategies:DDPStrategy", static_graph=True)
@@ -153,7 +153,7 @@ class Registry:
 
         Args:
             name: Lower case letters, digits and underscores, beginning with a letter.
-            target: A `Backend` class, a class of Lightning's `Strategy`, or ``"pkg.module:Class"``.
+            target: A `Backend` class, a `Strategy` class of Lightning, or ``"pkg.module:Class"``.
             description: One line of description.
             override: Take the name even from a plugin or from Lightning itself.
             checkpoint_io: A CheckpointIO of Lightning's, or a callable without arguments that makes
@@ -184,7 +184,7 @@ class Registry:
             self.synchronize()
 
     def get(self, name: str) -> StrategySpec:
-        """The spec of a strategy.
+        """Return the spec of a strategy.
 
         Raises:
             StrategyNotInstalledError: The catalog knows the name, but its distribution is missing.
@@ -196,11 +196,11 @@ class Registry:
         return found
 
     def names(self) -> list[str]:
-        """All names that can be used now, sorted; without Lightning's own."""
+        """Return all usable names, sorted; without Lightning's own."""
         return sorted(self._specs())
 
     def owner(self, name: str) -> str:
-        """Where a name comes from: a distribution with its version, or this process."""
+        """Return the origin of a name: a distribution with its version, or this process."""
         self.get(name)
         return _HERE if name in self._local else inventory().owners[name]
 
@@ -233,11 +233,11 @@ class Registry:
             self.synchronize()
 
     def explain(self, name: str, *, also_known: tuple[str, ...] = ()) -> NnxError:
-        """The error for a name that cannot be used: what happened to it, and what to do.
+        """Return the error for a name that cannot be used, with the reason and the remedy.
 
         Args:
-            name: The name that was asked for.
-            also_known: Further names to suggest, such as those of a registry of Lightning's.
+            name: The requested name.
+            also_known: Further names to suggest, such as those of a Lightning registry.
         """
         return explain(name, usable=(*self.names(), *also_known))
 
@@ -247,19 +247,19 @@ class Registry:
             synchronize()
 
     def refresh(self) -> None:
-        """Look for plugins again, for example after `pip install` in a running notebook.
+        """Discover plugins again, for example after `pip install` in a running notebook.
 
-        Modules that are already imported are not imported again.
+        Modules that are imported already are not imported again.
         """
         refresh()
         self.synchronize()
 
     def connect(self, *, on_change: Callable[[], None], foreign_owner: Callable[[str], str]) -> None:
-        """Let another registry, such as Lightning's, show the same names from now on.
+        """Keep another registry, such as Lightning's, up to date with these names.
 
         Args:
-            on_change: Brings the other registry up to date; called after every change.
-            foreign_owner: Says who has put a name into the other registry without nnx; empty if nobody has.
+            on_change: Updates the other registry; called after every change.
+            foreign_owner: Returns the owner of a name in the other registry that nnx did not register; or "".
         """
         self._on_change.append(on_change)
         self._foreign_owners.append(foreign_owner)

@@ -45,7 +45,7 @@ LIGHTNING_NAMES = frozenset(
 )
 """Names that Lightning 2.6 owns, in Trainer or in Fabric; a test compares them with its registries."""
 
-# Lightning 2.6: fabric/cli.py hides what matches this from the choices of `fabric run --strategy`.
+# Lightning 2.6: fabric/cli.py hides matching names from the choices of `fabric run --strategy`.
 _HIDDEN_FROM_FABRIC_RUN = re.compile("spawn|fork|notebook|xla|tpu|offload")
 
 
@@ -120,20 +120,20 @@ class Capabilities:
                 )
 
     def as_dict(self) -> dict[str, bool | list[str]]:
-        """These capabilities as plain data for JSON."""
+        """Return these capabilities as plain data for JSON."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class StrategySpec:
-    """One strategy as a plugin declares it.
+    """A plugin's declaration of one strategy.
 
     Attributes:
         name: The string for ``strategy="..."``: lower case letters, digits and underscores.
         target: ``"pkg.module:Class"`` of a `Backend` or of any Lightning `Strategy`. Only
             `StrategyRegistry.register` may put the class object itself here.
-        init_params: Keyword arguments that the target always gets; the user's own ones win.
+        init_params: Keyword arguments that the target always gets; the user's own ones take precedence.
         description: One line that says what it is.
         use_when: One line that says when to choose it.
         docs_url: The address of its documentation.
@@ -176,7 +176,7 @@ class StrategySpec:
 
     @property
     def reference(self) -> str:
-        """The target as text, also where it is a class object."""
+        """The target as text, also for a class object."""
         if isinstance(self.target, str):
             return self.target
         return f"{self.target.__module__}:{self.target.__qualname__}"
@@ -188,7 +188,7 @@ class StrategySpec:
         return self.target
 
     def as_dict(self) -> dict[str, Any]:
-        """This spec as plain data for JSON; values that JSON cannot hold appear as their repr."""
+        """Return this spec as plain data for JSON; values without a JSON form become their repr."""
         return {
             "name": self.name,
             "target": self.reference,
@@ -204,7 +204,7 @@ class StrategySpec:
 
 @dataclass(frozen=True, slots=True)
 class LauncherSpec:
-    """A way of starting the processes of a run, as a plugin declares it.
+    """A plugin's declaration of a launcher, which starts the processes of a run.
 
     Attributes:
         name: The string for ``nnx.strategy(..., launcher="...")`` and ``nnx run --on``.

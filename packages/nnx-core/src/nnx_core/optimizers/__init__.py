@@ -1,1 +1,1 @@
-"""Optimizers whose parameters are sharded: gradients, what an update reads, whole-tensor updates."""
+"""Optimizers over sharded parameters: gradients, the probe of their dependence, unsharded steps."""

@@ -1,4 +1,4 @@
-"""Refuses to train on with gradients of a backward that failed and whose error user code caught."""
+"""Refuse to continue with gradients of a failed backward, after user code caught its error."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["FailedBackward"]
 
 
 class FailedBackward:
-    """Remembers a failed backward until `zero_grad` of every optimizer was called.
+    """Records a failed backward until every optimizer's `zero_grad` is called.
 
-    In one process `p.grad` holds a part of the failed batch then, added to what was accumulated before. An
-    engine that shards or reduces gradients cannot keep that sum: some were reduced before the error.
+    In one process `p.grad` then holds partial gradients of the failed batch, added to accumulated ones. An
+    engine that shards or reduces gradients cannot keep that sum: it reduced some of them before the error.
 
     Example:
         >>> import torch
@@ -39,11 +39,11 @@ class FailedBackward:
         self._not_zeroed: WeakSet[Optimizer] = WeakSet()
 
     def watch(self, optimizer: Any, wrapper: Any = None) -> None:
-        """Take notice of an optimizer's `zero_grad` from now on.
+        """Wrap an optimizer's `zero_grad` to clear the record.
 
         Args:
             optimizer: The user's optimizer.
-            wrapper: The object whose `zero_grad` user code calls in its place, as a `LightningOptimizer`.
+            wrapper: The wrapper whose `zero_grad` user code calls, such as a `LightningOptimizer`.
         """
         called = optimizer if wrapper is None else wrapper
         zero_grad = called.zero_grad
@@ -61,7 +61,7 @@ class FailedBackward:
 
     @contextmanager
     def remembering(self) -> Iterator[None]:
-        """Around a backward."""
+        """Record a failure of a backward, in a context."""
         try:
             yield
         except BaseException:
@@ -69,10 +69,10 @@ class FailedBackward:
             raise
 
     def refuse(self) -> None:
-        """Raise if gradients of a failed backward may be left. Called before a backward and before a step.
+        """Refuse a backward or a step on gradients of a failed backward.
 
         Raises:
-            UnsupportedError: `zero_grad` of an optimizer was not called since.
+            UnsupportedError: An optimizer's `zero_grad` was not called since the failure.
         """
         if self._not_zeroed:
             raise UnsupportedError(

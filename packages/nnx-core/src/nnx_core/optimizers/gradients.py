@@ -1,7 +1,7 @@
-"""Gradients as each rank holds them: norms over all ranks, clipping, overflow detection, loss scaling.
+"""Operations on the ranks' local gradients: norms over all ranks, clipping, overflow detection, loss scaling.
 
-Works on local tensors, so that plain, DTensor and engine-owned gradients can be mixed freely,
-which ``torch.nn.utils.clip_grad_norm_`` refuses.
+They work on local tensors, so plain, DTensor and engine-owned gradients can be mixed, which
+``torch.nn.utils.clip_grad_norm_`` refuses.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Gradient:
     """One gradient on this rank.
 
     Attributes:
-        local: The elements this rank holds; in-place changes reach the optimizer.
-        replicas: The number of ranks that hold these same elements, so that a norm counts them once.
+        local: The elements of this rank; the optimizer reads changes in place.
+        replicas: The number of ranks that hold the same elements, so that a norm counts them once.
     """
 
     local: Tensor
@@ -47,7 +47,7 @@ class Gradient:
 
 @torch.no_grad()
 def gradients_of(optimizer: Optimizer, *, world_size: int) -> list[Gradient]:
-    """Handles on ``param.grad`` of an optimizer over plain (replicated) or DTensor parameters."""
+    """Return handles on ``param.grad`` of an optimizer over plain (replicated) or DTensor parameters."""
     gradients = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -67,8 +67,7 @@ def _gradient(grad: Tensor, world_size: int) -> Gradient:
         )
     sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
     replicas = math.prod(size for placement, size in sizes if isinstance(placement, Replicate))
-    # A mesh may span only part of the world (one expert, one pipeline stage); what it does not
-    # span is not replicated by it.
+    # A mesh may span a subset of the ranks (one expert, one pipeline stage). Other ranks hold no replicas.
     return Gradient(grad.to_local(), replicas)
 
 
@@ -86,7 +85,7 @@ def clip_gradients_by_norm(
     Args:
         gradients: This rank's gradients.
         max_norm: Upper bound of the norm.
-        norm_type: Order of the norm; ``inf`` for the largest absolute value.
+        norm_type: The order of the norm; ``inf`` for the largest absolute value.
         error_if_nonfinite: Raise instead of scaling by a non-finite norm.
         device: The device on which the norm is reduced.
 
@@ -95,7 +94,7 @@ def clip_gradients_by_norm(
 
     Raises:
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set.
-        UnsupportedError: A gradient is sparse, of which torch has no norm.
+        UnsupportedError: A gradient is sparse; torch has no norm for it.
     """
     _refuse_sparse(gradients)
     total = _global_norm(gradients, norm_type, device)
@@ -123,9 +122,9 @@ def clip_gradients_by_value(gradients: Sequence[Gradient], clip_value: float) ->
 
 
 def refuse_complex_clamp(optimizer: Optimizer) -> None:
-    """Complex numbers have no order; torch refuses to clamp them too.
+    """Refuse to clip complex gradients by value, as torch does: complex numbers have no order.
 
-    Looks at parameters, which every rank has, so that all ranks raise.
+    It checks parameters, which every rank has, so all ranks raise.
 
     Raises:
         UnsupportedError: The optimizer has complex parameters.
@@ -140,20 +139,20 @@ def refuse_complex_clamp(optimizer: Optimizer) -> None:
 
 
 def refuse_sparse_layers(module: nn.Module, *, engine: str) -> None:
-    """For engines that cut gradients up, where a sparse one has no place.
+    """Refuse layers with sparse gradients, for engines that shard gradients.
 
     Args:
         module: The module to train.
-        engine: Names it in the message.
+        engine: The name of the engine, for the message.
 
     Raises:
-        UnsupportedError: An embedding that is trained was asked for sparse gradients.
+        UnsupportedError: A trained embedding has sparse gradients.
     """
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad:
             raise UnsupportedError(
-                f"{name or 'the model'} is an {type(layer).__name__} with sparse=True, and {engine} cuts "
-                "gradients up, which cannot be done with sparse ones.",
+                f"{name or 'the model'} is an {type(layer).__name__} with sparse=True, and {engine} cannot "
+                "shard sparse gradients.",
                 remedy=f"Pass sparse=False to {name or 'it'}, or use 'nnscaler_zero' or 'ddp'.",
             )
 
@@ -169,7 +168,7 @@ def _refuse_sparse(gradients: Sequence[Gradient]) -> None:
 
 
 def _alike(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups that one kernel can work on: of one device and one dtype."""
+    """Group tensors by device and dtype, so that one kernel can process a group."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -177,7 +176,7 @@ def _alike(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _scale(gradients: Sequence[Gradient], factor: Tensor) -> None:
-    """Multiply in place; the factor travels once to each device, not once for each gradient."""
+    """Multiply in place; the factor is copied once to each device."""
     factors = {device: factor.to(device) for device in {gradient.local.device for gradient in gradients}}
     for group in _alike(gradient.local for gradient in gradients if gradient.local.layout is torch.strided):
         foreach_mul_(group, factors[group[0].device].to(group[0].dtype))
@@ -189,12 +188,12 @@ def _scale(gradients: Sequence[Gradient], factor: Tensor) -> None:
 def _global_norm(gradients: Sequence[Gradient], norm_type: float, device: torch.device) -> Tensor:
     wide = any(gradient.local.dtype in _WIDE for gradient in gradients)
     dtype = torch.float64 if wide else torch.float32
-    parts = [gradient for gradient in gradients if gradient.local.numel()]
+    counted = [gradient for gradient in gradients if gradient.local.numel()]
     none = torch.zeros((), dtype=dtype, device=device)
-    norms = _norms([part.local for part in parts], norm_type, dtype, device) or (none,)
+    norms = _norms([gradient.local for gradient in counted], norm_type, dtype, device) or (none,)
     if math.isinf(norm_type):
         return _all_reduce(torch.stack(norms).max(), dist.ReduceOp.MAX)
-    replicas = [part.replicas for part in parts] or [1]
+    replicas = [gradient.replicas for gradient in counted] or [1]
     powers = foreach_div(foreach_pow(norms, norm_type), replicas)
     return _all_reduce(torch.stack(powers).sum(), dist.ReduceOp.SUM).pow(1.0 / norm_type)
 
@@ -202,7 +201,7 @@ def _global_norm(gradients: Sequence[Gradient], norm_type: float, device: torch.
 def _norms(
     tensors: Sequence[Tensor], order: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """The norm of each tensor, on `device`, in their order: it decides about the last bit of their sum."""
+    """Return the norms of tensors on `device`, in order: the order affects the last bit of their sum."""
     real = [tensor.abs() if tensor.is_complex() else tensor for tensor in tensors]
     norms: dict[int, Tensor] = {}
     for group in _alike(real):
@@ -213,7 +212,7 @@ def _norms(
 
 def _all_reduce(value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
     if is_distributed():
-        # A rank may see float64 gradients only: agree on the wider dtype by always reducing in float64.
+        # One rank may hold only float64 gradients, so all ranks reduce in float64.
         wide = value.double()
         all_reduce(wide, op=op)
         return wide.to(value.dtype)
@@ -222,16 +221,16 @@ def _all_reduce(value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
 
 @torch.no_grad()
 def unscale_gradients(gradients: Sequence[Gradient], inverse_scale: Tensor, device: torch.device) -> Tensor:
-    """Multiply gradients by `inverse_scale` in place and look for overflow on any rank. Collective.
+    """Multiply gradients by `inverse_scale` in place, and detect overflow on any rank. Collective.
 
     Returns:
-        ``found_inf``: a float32 tensor of shape ``(1,)`` on `device`, 1.0 if any rank saw a non-finite value.
+        ``found_inf``: a float32 tensor of shape ``(1,)`` on `device`, 1.0 if any rank has a non-finite value.
     """
     _scale(gradients, inverse_scale)
     found = torch.zeros(1, dtype=torch.float32, device=device)
     values = (_values(gradient.local) for gradient in gradients)
     for group in _alike(tensor for tensor in values if tensor.numel()):
-        # The largest absolute value is infinite or NaN exactly if one of the values is.
+        # The largest absolute value is not finite exactly if one of the values is not.
         largest = torch.stack(foreach_norm(group, math.inf)).max()
         found = torch.maximum(found, (~torch.isfinite(largest)).to(device, torch.float32))
     if is_distributed():
@@ -240,21 +239,21 @@ def unscale_gradients(gradients: Sequence[Gradient], inverse_scale: Tensor, devi
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """The real numbers that a gradient consists of."""
+    """Return the values of a gradient as real numbers."""
     values = gradient if gradient.layout is torch.strided else gradient.coalesce().values()
     return torch.view_as_real(values) if values.is_complex() else values
 
 
 class ParallelGradScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` that unscales what each rank holds, and reduces ``found_inf`` over all ranks.
+    """A `torch.amp.GradScaler` that unscales each rank's gradients, and reduces ``found_inf`` over all ranks.
 
-    torch's own looks at this rank's gradients only, so with sharded gradients one rank may skip a step that
-    the others take.
+    torch's own reads only this rank's gradients, so with sharded gradients one rank may skip a step that the
+    others take.
 
     Args:
-        gradients: Lists this rank's gradients of an optimizer.
+        gradients: Returns this rank's gradients of an optimizer.
         device: The device of the gradients.
-        replaces: The scaler whose settings and state this one takes over.
+        replaces: The scaler with the settings and the state to take over.
     """
 
     def __init__(
@@ -265,7 +264,7 @@ class ParallelGradScaler(torch.amp.GradScaler):
         replaces: torch.amp.GradScaler,
     ) -> None:
         self._nnx_gradients, self._nnx_device = gradients, device
-        if not replaces.is_enabled():  # it has no settings then
+        if not replaces.is_enabled():  # a disabled scaler has no settings
             super().__init__(device=device.type, enabled=False)
             return
         super().__init__(
@@ -277,11 +276,11 @@ class ParallelGradScaler(torch.amp.GradScaler):
         )
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step if no gradient on any rank is infinite, as torch's does.
+        """Step if the gradients on all ranks are finite.
 
-        A fused optimizer is given ``found_inf`` and decides by itself. If its parameters are in host memory
-        and ``found_inf`` on a card, torch copies it without waiting, and the optimizer would decide by what
-        was there before; so this looks itself, which waits.
+        A fused optimizer gets ``found_inf`` and decides by itself. If its parameters are in CPU memory and
+        ``found_inf`` on a GPU, torch copies it asynchronously, and the optimizer would read an old value. So
+        this method synchronizes and decides itself.
         """
         if not (getattr(optimizer, "_step_supports_amp_scaling", False) and self._is_elsewhere(optimizer)):
             return super().step(optimizer, *args, **kwargs)
@@ -292,7 +291,7 @@ class ParallelGradScaler(torch.amp.GradScaler):
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
-        """Return True if a parameter lies in host memory and the gradients' device is another."""
+        """Return True if a parameter is in CPU memory and the gradients' device is another."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         return self._nnx_device.type != "cpu" and any(p.device.type == "cpu" for p in parameters)
 

@@ -1,8 +1,8 @@
-"""Optimizers that user code makes and steps by itself, where an engine reduces gradients for its own ones.
+"""Refuse optimizers of user code whose gradients the engine does not reduce.
 
-An engine that reduces gradients to the optimizers that it was given leaves all others with the gradients of
-each rank's own samples. `OwnOptimizers` sees every step in the process and refuses those. It never touches
-gradients.
+An engine may reduce gradients only for the optimizers of `configure_optimizers`. Any other optimizer would
+step with the gradients of each rank's own samples. `OwnOptimizers` checks every step in the process, and
+refuses those. It does not change gradients.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _REMEDY = (
 
 
 def refuse_no_optimizer(module: nn.Module, optimizers: Sequence[Optimizer], *, engine: str) -> None:
-    """Refuse optimizers none of which holds a parameter of the module, such as Lightning's stand-in for None.
+    """Refuse optimizers without any parameter of the module, such as Lightning's placeholder for None.
 
     Args:
         module: The module to train.
-        optimizers: Those that were configured; without any there is nothing to refuse.
-        engine: Names the engine in the message.
+        optimizers: The configured optimizers; an empty sequence is allowed.
+        engine: The name of the engine, for the message.
 
     Raises:
-        UnsupportedError: There are some, and none holds a parameter of the module that is trained.
+        UnsupportedError: None of them holds a trained parameter of the module.
     """
     trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
     if optimizers and not any(parameter in trained for parameter in _parameters(optimizers)):
@@ -45,25 +45,25 @@ def refuse_no_optimizer(module: nn.Module, optimizers: Sequence[Optimizer], *, e
 
 
 def no_optimizer(engine: str) -> UnsupportedError:
-    """The error for a training without an optimizer."""
+    """Return the error for training without an optimizer."""
     return UnsupportedError(
         f"`configure_optimizers` returns no optimizer over parameters that train, and {engine} shards "
-        "gradients for those that it gets; one of a hook would step with each rank's own gradients.",
+        "gradients for those that it gets; an optimizer of a hook would step with each rank's own gradients.",
         remedy=_REMEDY,
     )
 
 
 _watching: WeakSet[OwnOptimizers] = WeakSet()
-"""Those that look at steps in this process; one whose engine is freed is in it no more."""
+"""The active instances of this process; weak, so that freeing an engine removes its instance."""
 
 
 def refuse_unreduced_step(optimizer: Optimizer, *_: Any) -> None:
-    """Refuse a step, before it, that an `OwnOptimizers` of this process refuses; it looks at no values.
+    """Check a step with every `OwnOptimizers` of this process, without reading values.
 
-    It stays with torch when its engines are gone, as Fabric ends no run, and does nothing then.
+    The hook stays in torch after its engines are freed, because Fabric ends no run, and does nothing then.
 
     Args:
-        optimizer: The optimizer that is to step.
+        optimizer: The optimizer that is about to step.
 
     Raises:
         UnsupportedError: It steps parameters whose gradients no engine has reduced.
@@ -74,18 +74,18 @@ def refuse_unreduced_step(optimizer: Optimizer, *_: Any) -> None:
 
 @cache
 def _hook_into_torch() -> RemovableHandle:
-    """Let torch call `refuse_unreduced_step` before every step, from the first call in this process on."""
+    """Register `refuse_unreduced_step` with torch for every step, once per process."""
     return register_optimizer_step_pre_hook(refuse_unreduced_step)
 
 
 class OwnOptimizers:
-    """Refuses steps that would use gradients which the engine has not reduced, until it is freed.
+    """Refuses steps with gradients that the engine has not reduced, until it is freed.
 
     Args:
-        module: The module whose parameters are watched.
-        known: Lists the optimizers for which the engine reduces gradients.
-        engine: Names the engine in messages.
-        only_in_backward: Refuse only steps inside backward, as gradients are reduced to every rank after it.
+        module: The module whose parameters are checked.
+        known: Returns the optimizers for which the engine reduces gradients.
+        engine: The name of the engine, for messages.
+        only_in_backward: Refuse only steps inside backward, for engines that reduce to every rank at its end.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class OwnOptimizers:
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Around a backward: until it is over gradients are those of this rank."""
+        """Mark a backward, in a context: until its end gradients are those of this rank alone."""
         self._runs_backward = True
         try:
             yield
@@ -112,7 +112,7 @@ class OwnOptimizers:
             self._runs_backward = False
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Refuse a step of another optimizer than the engine's over parameters that it watches."""
+        """Refuse a step of an unknown optimizer over parameters of the module."""
         known = list(self._known())
         if not self._runs_backward and (self._only_in_backward or any(optimizer is one for one in known)):
             return
@@ -133,7 +133,7 @@ class OwnOptimizers:
                 )
 
     def remove(self) -> None:
-        """Look no more."""
+        """Stop checking steps."""
         _watching.discard(self)
 
 

@@ -1,4 +1,4 @@
-"""Owner ranks of parameters, and the tensors that are sent to them."""
+"""Choose owner ranks of parameters, and list the transfers between them and the shards."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx_base.shard import Box, Shard
-from nnx_core.optimizers.elementwise import Trial
+from nnx_core.optimizers.optimizer_probe import Trial
 
-log = logging.getLogger("nnx.whole_matrix")
+log = logging.getLogger("nnx.unsharded_optimizer")
 
 
 class Route:
-    """The ranks that hold the boxes of a parameter, and its owner.
+    """The boxes of a parameter on each rank, and its owner.
 
     Args:
-        shape: The shape of the whole parameter.
-        boxes: The boxes that each rank holds.
-        has_state: True if each rank has state for it: one alone was its owner before, and stays it.
+        shape: The shape of the unsharded parameter.
+        boxes: The boxes of each rank.
+        has_state: True for each rank that has optimizer state of it. A single such rank was the owner before
+            and remains the owner, so that no state moves.
 
     Attributes:
-        owner: The rank that steps it; -1 until there is one.
+        owner: The rank that steps it; -1 before `choose_owners`.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Route:
 
     @property
     def is_replicated(self) -> bool:
-        """True if every rank holds all of it."""
+        """True if every rank holds the unsharded parameter."""
         return all(len(boxes) == 1 and boxes[0].size == self.shape for boxes in self.boxes)
 
     @property
@@ -53,7 +54,7 @@ class Route:
         return rows * columns * max(1, min(rows, columns))
 
     def senders(self) -> Iterator[tuple[int, int]]:
-        """Which rank sends which of its boxes to the owner: each box once, the owner's own first."""
+        """Yield the rank and the index of each box to send to the owner: each box once, its own first."""
         sent: set[Box] = set()
         order = [self.owner, *(rank for rank in range(len(self.boxes)) if rank != self.owner)]
         for rank in order:
@@ -64,7 +65,7 @@ class Route:
 
 
 def choose_owners(routes: Sequence[Route], *, to_rank_0: bool) -> None:
-    """The heaviest parameter first, each to the rank with the least work so far."""
+    """Assign parameters to the rank with the least work so far, in order of decreasing work."""
     load = [0] * dist.get_world_size()
     for route in sorted(routes, key=lambda route: (route.owner < 0, -route.work)):
         if route.owner < 0:
@@ -77,38 +78,35 @@ class Owned:
     """The facts about one optimizer.
 
     Attributes:
-        trial: The result of the trial of what its updates depend on.
-        membership: Its groups' parameters when that was found out.
+        trial: The result of the probe.
+        membership: The parameters of its groups at the time of the probe.
         routes: The parameters that owners step.
-        places: The complete parameters that take the places of this rank's own in a step.
-        gradients: The complete gradients that owners got for a step, and their versions then.
-        has_state: True if owners have state, by a step, by resuming, or from before.
+        stand_ins: The unsharded parameters that replace those of this rank's own in a step.
+        gradients: The unsharded gradients that owners received for a step, and their versions then.
+        has_state: True if owners have state, from a step, a resume, or the constructor.
     """
 
     trial: Trial
     membership: tuple[tuple[int, ...], ...]
     routes: dict[nn.Parameter, Route] = field(default_factory=dict)
-    places: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    stand_ins: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     gradients: dict[nn.Parameter, tuple[Tensor, int]] = field(default_factory=dict)
     has_state: bool = False
 
 
-def tell(optimizer: Optimizer, owned: Owned) -> None:
-    """Log on rank 0 what owners step, and why."""
+def log_owners(optimizer: Optimizer, owned: Owned) -> None:
+    """Log the number of parameters that owners step, and the reason, on rank zero."""
     if not owned.routes or dist.get_rank() != 0:
         return
     name, count = type(optimizer).__name__, len(owned.routes)
     if owned.trial.dependence == "parameter":
         log.info(
-            "%s: %d of its parameters are stepped whole, each on an owner rank, because its update looks at "
-            "more than one element.",
-            name,
-            count,
+            "%s: stepping %d parameters on owner ranks (its update reads more than one element)", name, count
         )
         return
     error = owned.trial.error
-    why = "its update looks at the whole model" if error is None else f"it could not be tried ({error})"
-    log.info("%s: all of its %d parameters are stepped whole on rank 0, because %s.", name, count, why)
+    reason = "its update reads the whole model" if error is None else f"probing it failed: {error}"
+    log.info("%s: stepping all %d parameters on rank 0 (%s)", name, count, reason)
 
 
 def _membership(optimizer: Optimizer) -> tuple[tuple[int, ...], ...]:
@@ -116,8 +114,15 @@ def _membership(optimizer: Optimizer) -> tuple[tuple[int, ...], ...]:
 
 
 @dataclass(eq=False, slots=True)
-class Parcel:
-    """A piece of a tensor on its way: `sent` is meaningful on the source, `received` on the target."""
+class Transfer:
+    """A slice of a tensor that one rank sends to another.
+
+    Attributes:
+        source: The rank that sends.
+        target: The rank that receives.
+        sent: The slice; None on other ranks than the source.
+        received: The memory that it fills; None on other ranks than the target.
+    """
 
     source: int
     target: int
@@ -126,35 +131,35 @@ class Parcel:
 
 
 Item = tuple[Route, Sequence[Tensor], "Tensor | None"]
-"""A route, this rank's part of a tensor that lies so, and the whole of it on the owner."""
+"""A route, this rank's shard of a tensor with that layout, and the unsharded tensor on the owner."""
 
 
-def to_owner(items: Sequence[Item]) -> list[Parcel]:
-    """Tensors that this rank sends to, or gets as, the owners of parameters."""
+def to_owner(items: Sequence[Item]) -> list[Transfer]:
+    """List the transfers that gather tensors on their owners."""
     rank = dist.get_rank()
     return [
-        Parcel(
+        Transfer(
             source,
             route.owner,
             own[number] if source == rank else None,
-            whole[route.boxes[source][number].slices] if whole is not None else None,
+            unsharded[route.boxes[source][number].slices] if unsharded is not None else None,
         )
-        for route, own, whole in items
+        for route, own, unsharded in items
         for source, number in route.senders()
     ]
 
 
-def from_owner(items: Sequence[Item]) -> list[Parcel]:
-    """Tensors that this rank gets from the owners of parameters."""
+def from_owner(items: Sequence[Item]) -> list[Transfer]:
+    """List the transfers that scatter tensors from their owners to the shards."""
     rank = dist.get_rank()
     return [
-        Parcel(
+        Transfer(
             route.owner,
             target,
-            whole[box.slices] if whole is not None else None,
+            unsharded[box.slices] if unsharded is not None else None,
             own[number] if target == rank else None,
         )
-        for route, own, whole in items
+        for route, own, unsharded in items
         for target, boxes in enumerate(route.boxes)
         for number, box in enumerate(boxes)
     ]
@@ -163,12 +168,13 @@ def from_owner(items: Sequence[Item]) -> list[Parcel]:
 def fill_from_bytes(view: Tensor, received: Tensor) -> None:
     """Copy received bytes into a view."""
     target = torch.view_as_real(view) if view.is_complex() else view
+    # Bytes of one dtype may begin at any offset behind those of another, where torch cannot view them.
     if received.storage_offset() % target.element_size():
         received = received.clone()
     target.copy_(received.view(target.dtype).view(target.shape))
 
 
 def empty(shard: Shard, parameter: nn.Parameter) -> Tensor:
-    """An empty tensor of the size of a whole parameter."""
+    """Allocate a tensor of the shape of an unsharded parameter."""
     device = shard.data[0].device if shard.data else parameter.device
     return torch.empty(shard.shape, dtype=shard.dtype, device=device)

@@ -1,4 +1,4 @@
-"""The arguments of an optimizer's step: the closure, and the form in which a step takes it."""
+"""The arguments of an optimizer's step: the closure, and the way of passing it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class StepArguments:
     """The arguments of an optimizer's step.
 
     Attributes:
-        closure: The closure, which comes first or by its name; None without one.
-        is_named: True if it came by its name.
+        closure: The closure, the first argument or a keyword argument; None without one.
+        is_named: True if it is a keyword argument.
         args: The other positional arguments.
         kwargs: The other keyword arguments.
     """
@@ -27,7 +27,7 @@ class StepArguments:
     kwargs: dict[str, Any]
 
     def calling(self, closure: Callable[[], Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same arguments with another closure, in the form that the step was called with."""
+        """Return the arguments with another closure, passed in the same way."""
         if closure is None:
             return self.args, self.kwargs
         if self.is_named:
@@ -36,7 +36,7 @@ class StepArguments:
 
 
 def take_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments:
-    """Split the closure, the first argument of every step, from the rest."""
+    """Split the closure from the other arguments of a step."""
     if args:
         return StepArguments(args[0], False, args[1:], kwargs)
     rest = {key: value for key, value in kwargs.items() if key != "closure"}
@@ -46,7 +46,7 @@ def take_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments
 def with_closure(
     step: Callable[..., Any], closure: Callable[[], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that give a step its closure: by its name, as Trainer does, where it has that."""
+    """Return arguments that pass a closure to a step, by keyword if possible, as Trainer does."""
     try:
         parameters = inspect.signature(step).parameters
     except (TypeError, ValueError):

@@ -1,1 +1,1 @@
-"""A user's view of sharded modules: parameters that read as complete, optimizer state, Python state."""
+"""The user's view of sharded modules: guarded parameters, optimizer state, side effects of user code."""

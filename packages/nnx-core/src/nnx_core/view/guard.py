@@ -1,13 +1,13 @@
-"""Tensors that a rank stores in part, and that everyone else sees whole.
+"""Guards: sharded tensors that read as unsharded in user code.
 
 A parameter that an engine has sharded gets a subclass of its own class, a *guard*. In *local mode* (the
-optimizer's step, the engine's code, checkpoints) it is what the engine made of it: this rank's part.
-Anywhere else torch functions see the whole tensor, gathered and differentiable, and what is changed in
-place is written back in part. So a weight penalty, a callback or a submodule called on its own gets a right
-number, never a part's. All ranks must do the same.
+optimizer's step, the engine's code, checkpoints) it is this rank's shard. Elsewhere torch functions get the
+unsharded tensor, gathered and differentiable, and changes in place are written back to the shard. So a weight
+penalty, a callback or a direct call of a submodule computes the right number. All ranks must run the same
+code.
 
-This module owns the guard: which torch function is answered with what. What is known of one tensor, and how
-the whole comes about, is the engine's: it implements `Part`.
+This module owns the guard, which maps each torch function to an answer. An engine implements `Part`, which
+stores the shard of one tensor and gathers it.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ __all__ = [
     "local_mode",
     "part_of",
     "show_plain",
-    "show_whole",
+    "show_unsharded",
     "unguard",
 ]
 
 
 def as_stored(*tensors: Tensor) -> AbstractContextManager[Any]:
-    """Within it sharded tensors are not shown whole: for code that makes others which lie like them.
+    """Return a context in which sharded tensors read as shards, for code that makes others of their layout.
 
-    An average of the weights does so, and an optimizer that makes its state when it is built.
+    Examples are an average of the weights, and an optimizer that makes its state in its constructor.
 
     Args:
-        *tensors: Those concerned. Nothing changes without a DTensor or a `Part.is_copied_as_stored`.
+        *tensors: The tensors. The context does nothing without a DTensor or a `Part.is_copied_as_stored`.
     """
     return local_mode() if any(_is_copied_as_stored(tensor) for tensor in tensors) else nullcontext()
 
@@ -74,41 +74,41 @@ class Part(ABC):
     """Reads, writes and gradients of one guarded tensor."""
 
     tensor: Tensor
-    """What this rank stores of it."""
+    """This rank's shard."""
     is_copied_as_stored = False
-    """Whether `as_stored` shows what this rank stores of it, as of a DTensor."""
+    """True if `as_stored` shows this rank's shard, as it does of a DTensor."""
     is_complete = False
-    """Whether this rank stores all of it: then the whole is the tensor itself."""
+    """True if this rank stores the unsharded tensor, so that nothing is gathered."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
-        """Itself: a tensor that is copied in local mode has it among its attributes."""
+        """Return itself: a tensor that is copied in local mode has the part among its attributes."""
         return self
 
     @property
     def is_gone(self) -> bool:
-        """True if nobody has the tensor any more, so that there is nothing to write to."""
+        """True if the tensor is freed, so that there is nothing to write to."""
         return False
 
     @property
     @abstractmethod
     def description(self) -> Tensor:
-        """A tensor of the logical shape and strides, without storage."""
+        """Return a tensor of the logical shape and strides, without storage."""
 
     @abstractmethod
-    def whole(self) -> Tensor:
-        """The whole, differentiable where gradients are recorded and wanted. Collective."""
+    def unsharded(self) -> Tensor:
+        """Gather the tensor; differentiable if gradients are recorded and required. Collective."""
 
     @abstractmethod
     def value(self) -> Tensor:
-        """The whole, without gradient; changing it in place changes the tensor. Collective."""
+        """Gather the tensor without gradient; `flush` writes changes of it back. Collective."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Write back changes in place, since the tensor was gathered."""
+        """Write changes in place since the gather back to the shard."""
 
     @abstractmethod
-    def assign(self, whole: Tensor) -> None:
-        """Take over another tensor's values, as ``tensor.data = whole`` does."""
+    def assign(self, values: Tensor) -> None:
+        """Take over another tensor's values, as ``tensor.data = values`` does."""
 
     @abstractmethod
     def gradient_shown(self) -> Tensor | None:
@@ -116,54 +116,54 @@ class Part(ABC):
 
     @abstractmethod
     def gradient_given(self, gradient: Any) -> None:
-        """Take over what somebody assigned to ``tensor.grad``; None for none."""
+        """Take over a gradient that user code assigns to ``tensor.grad``; None removes it."""
 
     @abstractmethod
     def hook(self, register: Callable[..., Any], hook: Callable[..., Any]) -> Any:
-        """Register a hook on the gradient, which it sees whole."""
+        """Register a hook, which gets the unsharded gradient."""
 
     def differentiated(self) -> list[Tensor]:
-        """The tensors that a loss hangs on where it depends on this one, for ``torch.autograd.grad``."""
-        return [self.whole()]
+        """Return the tensors that stand for this one in the graph of a loss, for ``torch.autograd.grad``."""
+        return [self.unsharded()]
 
     def detached(self) -> Tensor:
-        """The answer to ``detach()`` and ``data``."""
+        """Return the answer to ``detach()`` and ``data``."""
         return self.value().detach()
 
     def attributes(self) -> dict[str, Any]:
-        """Return the attributes for a copy of the tensor: those that user code has set."""
+        """Return the attributes that a copy of the tensor gets: those that user code has set."""
         return attributes_of(self.tensor)
 
-    def randomized(self) -> None:  # noqa: B027 # nothing to do where ranks draw alike
-        """The whole was filled with random numbers, which need not be equal on all ranks."""
+    def randomized(self) -> None:  # noqa: B027 # nothing to do if all ranks draw the same
+        """Handle a fill of the gathered tensor with random numbers, which may differ between ranks."""
 
     def in_place(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Do a change in place on this rank's part alone, where that is the same; whether it was done.
+        """Change this rank's shard in place without a gather, if the result is the same; return True if done.
 
         Args:
             func: A torch function that changes its first argument.
-            args: Its arguments, the first of which is this tensor, or a list with it.
+            args: Its arguments; the first is this tensor, or a list with it.
             kwargs: Its keyword arguments.
         """
         return False
 
     def takes_behind(self, part: Part) -> bool:
-        """Whether a part that is to take this one's place answers only after this one, which keeps it."""
+        """Keep a part that would replace this one until this one is done; return True if kept."""
         return False
 
 
 class HeldByTensor:
-    """Comes before the `Part` of a tensor that lasts for a step, such as a gradient.
+    """Mixin for the `Part` of a tensor that lasts for a step, such as a gradient.
 
-    The tensor holds its part; if the part held the tensor as well, both would form a circle, whose memory
-    lasts until Python's collector looks for it.
+    The tensor holds its part. A part that held the tensor would form a reference cycle, whose memory is only
+    freed by Python's garbage collector.
     """
 
     _tensor: TensorWeakRef
 
     @property
     def tensor(self) -> Tensor:
-        """What this rank stores of it."""
+        """This rank's shard."""
         tensor = self._tensor()
         if tensor is None:
             raise ReferenceError("the tensor that this part belongs to is gone.")
@@ -175,12 +175,12 @@ class HeldByTensor:
 
     @property
     def is_gone(self) -> bool:
-        """True if nobody has the tensor any more."""
+        """True if the tensor is freed."""
         return self._tensor() is None
 
 
 class Guard:
-    """Comes before a class of tensors and answers torch functions with the whole."""
+    """Mixin for a class of tensors that answers torch functions with the unsharded tensor."""
 
     __slots__ = ()
     _part: Part
@@ -188,7 +188,7 @@ class Guard:
 
     @property
     def grad(self) -> Tensor | None:
-        """As `__torch_function__` would, and faster: optimizers ask each parameter in each step."""
+        """Return the gradient as `__torch_function__` would, but faster: optimizers read it in each step."""
         if in_guarded_mode():
             return self._part.gradient_shown()
         return cast("Tensor | None", _GRAD.__get__(self))
@@ -212,6 +212,8 @@ class Guard:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        # Many functions need only metadata or data of their first argument. They must not gather with
+        # gradient: that is collective, and keeps the gathered tensor for the backward.
         sees = what_it_sees(func)
         first = args[0] if args else None
         if isinstance(first, Guard):
@@ -219,7 +221,7 @@ class Guard:
                 return first._part.gradient_shown()
             if sees is Sees.ASSIGNS_GRADIENT:
                 return first._part.gradient_given(*args[1:] or (None,))
-            if sees is not Sees.WHOLE:
+            if sees is not Sees.UNSHARDED:
                 return _seen(sees, func, first, args[1:], kwargs or {})
         if sees is Sees.IN_PLACE and _in_place_of_list(func, args, kwargs or {}):
             return None
@@ -227,13 +229,13 @@ class Guard:
             return _differentiate(args, kwargs or {})
         if func in _BACKWARDS and kwargs and _is_any_sharded(kwargs.get("inputs")):
             raise UnsupportedError(
-                "`backward(inputs=...)` is asked for gradients of a parameter that is stored in parts.",
+                "`backward(inputs=...)` is asked for gradients of a sharded parameter.",
                 remedy="Use `torch.autograd.grad`, or set `requires_grad` of the other parameters to False.",
             )
-        return _on_wholes(func, args, kwargs or {})
+        return _on_unsharded(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A plain tensor, whole."""
+        """Copy to a plain, unsharded tensor."""
         if id(self) in memo:
             return cast(Tensor, memo[id(self)])
         part, made = self._part, plain_copy(self)
@@ -242,7 +244,7 @@ class Guard:
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a plain tensor, whole; refused among several ranks, of which one alone may pickle."""
+        """Pickle as a plain, unsharded tensor; refused with several ranks, as one alone may pickle."""
         part = self._part
         if is_distributed() and not part.is_complete:
             raise _only_gathered(self, "is pickled, as `torch.save` does")
@@ -255,7 +257,7 @@ class Guard:
 
 
 def _is_any_sharded(inputs: Any) -> bool:
-    """Whether there is a tensor in the ``inputs`` of a backward of which this rank has a shard only."""
+    """Return True if the ``inputs`` of a backward contain a tensor of which this rank stores only a shard."""
     found = [part_of(x) for x in ([inputs] if isinstance(inputs, Tensor) else inputs or ())]
     return any(part is not None and not part.is_complete for part in found)
 
@@ -271,22 +273,22 @@ def attributes_of(tensor: Any) -> dict[str, Any]:
 
 
 def _only_gathered(guarded: Guard, what: str) -> UnsupportedError:
-    """The error of code that would write the memory of one rank into a file."""
+    """Return the error for code that would write the memory of one rank into a file."""
     return UnsupportedError(
-        f"a sharded tensor of shape {tuple(guarded._part.description.shape)} {what}. To gather it takes all "
-        "ranks, and rank zero often saves alone. The file that was begun is incomplete.",
+        f"a sharded tensor of shape {tuple(guarded._part.description.shape)} {what}. Gathering it needs all "
+        "ranks, and rank zero often saves alone. The file in progress is incomplete.",
         remedy="Gather on all ranks, `weights = {name: value.detach().cpu().clone() for name, value "
         "in model.state_dict().items()}`, and save `weights` on rank zero.",
     )
 
 
 def plain_copy(guarded: Guard) -> Tensor:
-    """The whole as a plain tensor of its own: a parameter of a parameter. Collective."""
+    """Gather into a plain tensor with memory of its own; a parameter stays a parameter. Collective."""
     part = guarded._part
     if not isinstance(guarded, nn.Parameter):
         with local_mode(), torch.no_grad():
             return part.value().clone()
-    plain = guarded._plain  # first: an engine may show the plain class from `value` on
+    plain = guarded._plain  # read first: `value` of an engine may restore the plain class
     with local_mode(), torch.no_grad():
         made = nn.Parameter(part.value().clone(), requires_grad=part.tensor.requires_grad)
     if issubclass(plain, nn.Parameter):
@@ -297,12 +299,12 @@ def plain_copy(guarded: Guard) -> Tensor:
 def _seen(
     sees: Sees, func: Callable[..., Any], guarded: Guard, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Answer a function that does not need the whole with gradients."""
+    """Answer a function that does not need the unsharded tensor with gradient."""
     part = guarded._part
     if sees is Sees.IN_PLACE:
         return _change(func, guarded, args, kwargs)
     if sees is Sees.MEMORY and part.is_complete:
-        return func(part.whole(), *args, **kwargs)
+        return func(part.unsharded(), *args, **kwargs)
     if sees is Sees.MEMORY and func.__name__ in STORAGES and is_distributed():
         raise _only_gathered(guarded, "is asked for its storage, as `safetensors` does")
     if sees is Sees.LOCAL or sees is Sees.MEMORY:
@@ -318,7 +320,7 @@ def _seen(
 
 
 def _change(func: Callable[..., Any], guarded: Guard, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Let a function change a tensor in place."""
+    """Run a function that changes a tensor in place."""
     part = guarded._part
     if torch.is_grad_enabled() and part.tensor.requires_grad:
         raise RuntimeError(
@@ -327,55 +329,57 @@ def _change(func: Callable[..., Any], guarded: Guard, args: Sequence[Any], kwarg
         )
     if part.in_place(func, (guarded, *args), kwargs):
         return guarded
-    return _on_wholes(func, (guarded, *args), kwargs)
+    return _on_unsharded(func, (guarded, *args), kwargs)
 
 
 def _in_place_of_list(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Let the engine do what ``torch._foreach_mul_`` and its like do to a list of tensors."""
+    """Run ``torch._foreach_mul_`` and the like on shards, if the engine can. Return True if it did."""
     first = args[0] if args else None
     if not isinstance(first, (list, tuple)) or not first or not isinstance(first[0], Guard):
         return False
     return first[0]._part.in_place(func, args, kwargs)
 
 
-def _on_wholes(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _on_unsharded(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a function on unsharded tensors, and write its changes back."""
-    wholes: Wanted = {}
-    plain_args = [_unguarded(argument, wholes) for argument in args]
-    plain_kwargs = {name: _unguarded(argument, wholes) for name, argument in kwargs.items()}
+    gathered: Gathered = {}
+    plain_args = [_unguarded(argument, gathered) for argument in args]
+    plain_kwargs = {name: _unguarded(argument, gathered) for name, argument in kwargs.items()}
     result = func(*plain_args, **plain_kwargs)
-    for guarded, part, whole in wholes.values():
+    for guarded, part, unsharded in gathered.values():
         if is_random(func):
             part.randomized()
+        # At once: the optimizer's step and the engine read the shard, not the gathered tensor.
         part.flush()
-        if result is whole:
-            result = guarded
+        if result is unsharded:
+            result = guarded  # in-place functions return their argument, which is the guard for the caller
     return result
 
 
-Wanted: TypeAlias = dict[int, tuple[Guard, Part, Tensor]]
-"""The guarded tensors among arguments, each with its part (which asking may take off) and its whole."""
+Gathered: TypeAlias = dict[int, tuple[Guard, Part, Tensor]]
+"""The guarded tensors among arguments, with their parts (a gather may remove them) and unsharded tensors."""
 
 
-def _unguarded(argument: Any, wholes: Wanted) -> Any:
-    """An argument with every guarded tensor in it exchanged for the whole."""
+def _unguarded(argument: Any, gathered: Gathered) -> Any:
+    """Return an argument with every guarded tensor in it replaced by the unsharded one. Collective."""
     if isinstance(argument, Guard):
-        if id(argument) not in wholes:
+        if id(argument) not in gathered:
             part = argument._part
-            wholes[id(argument)] = argument, part, part.whole()
-        return wholes[id(argument)][2]
+            # Once per tensor, so that `f(w, w)` gets the same tensor twice, as it does without the guard.
+            gathered[id(argument)] = argument, part, part.unsharded()
+        return gathered[id(argument)][2]
     if isinstance(argument, DTensor):
         return argument.full_tensor()
     if isinstance(argument, (list, tuple)):
-        items = [_unguarded(item, wholes) for item in argument]
+        items = [_unguarded(item, gathered) for item in argument]
         return type(argument)(*items) if hasattr(argument, "_fields") else type(argument)(items)
     if isinstance(argument, dict):
-        return {key: _unguarded(value, wholes) for key, value in argument.items()}
+        return {key: _unguarded(value, gathered) for key, value in argument.items()}
     return argument
 
 
 def _differentiate(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``torch.autograd.grad`` with respect to the tensors that stand for guarded ones in the graph."""
+    """Run ``torch.autograd.grad`` with respect to the tensors that stand for guarded ones in the graph."""
     given = dict(
         zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args, strict=False)
     )
@@ -394,8 +398,8 @@ def _differentiate(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             answer = torch.zeros_like(tensor)
         elif answer is None and not unused and part_of(tensor) is not None:
             raise UnsupportedError(
-                f"the graph does not lead to the differentiated tensor at index {position}, which is stored "
-                "in parts: it was not used, or it was gathered once more since.",
+                f"the graph does not lead to the differentiated tensor at index {position}, which is "
+                "sharded: it was not used, or it was gathered again since.",
                 remedy="Set `allow_unused=True` if it was not used; else differentiate before the next "
                 "forward, or call `self.manual_backward(loss)` and read `p.grad`.",
             )
@@ -409,10 +413,10 @@ def _differentiate(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _for_transform(guarded: Guard) -> Tensor:
-    """The whole, as transforms wrap what a tensor has stored."""
+    """Gather for a functional transform, which wraps the storage of a tensor below `__torch_function__`."""
     part = guarded._part
     with local_mode(), torch.no_grad():
-        return part.whole() if part.is_complete else part.value().detach()
+        return part.unsharded() if part.is_complete else part.value().detach()
 
 
 exchange_in_transforms(Guard, _for_transform)
@@ -420,10 +424,10 @@ exchange_in_transforms(Guard, _for_transform)
 
 @cache
 def guarded_class(plain: type[Any]) -> type[Any]:
-    """The subclass that guarded tensors of a class get; it has the class's name.
+    """Return the subclass for guarded tensors of a class; it has the name of the class.
 
     Args:
-        plain: The class of the tensors, which is the subclass's attribute ``_plain``.
+        plain: The class of the tensors; the subclass has it as ``_plain``.
     """
     attributes = {
         "__module__": plain.__module__,
@@ -435,7 +439,7 @@ def guarded_class(plain: type[Any]) -> type[Any]:
 
 
 def can_be_guarded(parameter: Tensor) -> bool:
-    """Return True if a tensor's class leaves torch functions alone, and it has values.
+    """Return True if a tensor's class has no `__torch_function__` of its own, and the tensor has values.
 
     Example:
         >>> can_be_guarded(nn.Parameter(torch.zeros(2)))
@@ -446,12 +450,13 @@ def can_be_guarded(parameter: Tensor) -> bool:
 
 
 def guard(tensor: Any, part: Part) -> None:
-    """Make a tensor look whole.
+    """Make a tensor read as unsharded.
 
     Args:
-        tensor: It keeps its identity; its class becomes a subclass of its own.
-        part: Answers for it.
+        tensor: The tensor, which keeps its identity; its class becomes a subclass of its own class.
+        part: Answers torch functions for it.
     """
+    # Exchanging the class keeps the identity that optimizers, hooks and the user's references depend on.
     if is_guarded(tensor) and tensor._part.takes_behind(part):
         return
     tensor._part = part
@@ -467,7 +472,7 @@ def unguard(tensor: Any) -> None:
 
 
 def is_guarded(tensor: Any) -> bool:
-    """Return True if torch functions see the whole of a tensor."""
+    """Return True if torch functions get the unsharded tensor."""
     return isinstance(tensor, Guard)
 
 
@@ -477,12 +482,12 @@ def part_of(tensor: Any) -> Part | None:
 
 
 def show_plain(tensor: Any) -> None:
-    """Give a guarded tensor its own class for a while, for code that looks at the class."""
+    """Restore a guarded tensor's own class until `show_unsharded`, for code that checks the class."""
     if is_guarded(tensor):
         tensor.__class__ = tensor._plain
 
 
-def show_whole(tensor: Any) -> None:
+def show_unsharded(tensor: Any) -> None:
     """End `show_plain`."""
     if not is_guarded(tensor):
         tensor.__class__ = guarded_class(type(tensor))  # type: ignore[arg-type] # mypy on hashes

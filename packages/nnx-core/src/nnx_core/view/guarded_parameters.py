@@ -1,7 +1,7 @@
-"""The guarded parameters of a module: how long gathered tensors stay, and when code sees local shards.
+"""The guarded parameters of a module: the lifetime of gathered tensors, and the contexts of local shards.
 
 `GuardedParameters` keeps the tensor that was gathered last, collects the gradients of losses that depend on
-gathered tensors, and takes the guards off for an optimizer's step. `Snapshot` and `AssignedData` notice
+gathered tensors, and removes the guards during an optimizer's step. `Snapshot` and `AssignedData` detect
 writes of user code into gathered tensors.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nnx_base.clean_up import clean_up
 from nnx_core._torch_compat import guarded_mode, users_of_storage
 from nnx_core.agree.parameter_usage import used_anywhere
-from nnx_core.view.guard import local_mode, show_plain, show_whole
+from nnx_core.view.guard import local_mode, show_plain, show_unsharded
 
 __all__ = ["AssignedData", "Gathered", "GuardedParameter", "GuardedParameters", "Snapshot"]
 
@@ -27,7 +27,7 @@ class Gathered(Protocol):
 
     @property
     def is_viewed(self) -> bool:
-        """True if user code holds the memory of the gathered tensor, and may write into it."""
+        """True if user code has a view of the gathered tensor, and may write into it."""
         ...
 
     def forget(self) -> None:
@@ -50,9 +50,9 @@ P = TypeVar("P", bound=GuardedParameter)
 
 
 class GuardedParameters(Generic[G, P]):
-    """All guarded parameters of one module. It is a view of `nnx_core.parts_backend.PartsBackend`.
+    """All guarded parameters of one module; a view of `nnx_core.parts_backend.PartsBackend`.
 
-    The tensor that was gathered last stays in memory, and so does every one that user code has views of.
+    The tensor that was gathered last stays in memory, and so do gathered tensors that user code has views of.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class GuardedParameters(Generic[G, P]):
         self._in_backward = False
 
     def keep(self, part: G) -> None:
-        """Keep a gathered tensor, and forget the others that user code has no views of."""
+        """Keep a gathered tensor, and free the others (except those that user code has views of)."""
         viewed = [kept for kept in self._gathered if kept is not part and kept.is_viewed]
         for kept in self._gathered:
             if kept is not part and kept not in viewed:
@@ -116,12 +116,12 @@ class GuardedParameters(Generic[G, P]):
             with local_mode():
                 yield
         finally:
-            self._show_whole()
+            self._show_unsharded()
 
     @contextmanager
     def user_code(self) -> Iterator[None]:
         """Show unsharded parameters again, within `stepping`: for a closure."""
-        self._show_whole()
+        self._show_unsharded()
         with clean_up("collecting gradients after a closure", self._show_plain), guarded_mode():
             yield
 
@@ -131,16 +131,16 @@ class GuardedParameters(Generic[G, P]):
         for parameter in self._parts:
             show_plain(parameter)
 
-    def _show_whole(self) -> None:
+    def _show_unsharded(self) -> None:
         for parameter in self._parts:
-            show_whole(parameter)
+            show_unsharded(parameter)
 
 
 class Snapshot:
     """The values of a gathered tensor when it was last equal to the shards.
 
-    Writes through numpy do not change a tensor's version. Only memory of the host can be written so; there
-    the values are compared, too.
+    Writes through numpy do not change a tensor's version counter. They need CPU memory, so the values of CPU
+    tensors are compared, too.
 
     Args:
         value: The gathered tensor.
@@ -151,20 +151,21 @@ class Snapshot:
         self._values = value.detach().clone() if value.device.type == "cpu" else None
 
     def is_changed(self, value: Tensor) -> bool:
-        """Return True if user code has written into the tensor since."""
+        """Return True if user code has written into the tensor since then."""
         if value._version != self._version:
             return True
         return self._values is not None and not torch.equal(value, self._values)
 
 
 class AssignedData:
-    """The tensor that ``data`` was set to, with which an unsharded parameter would share memory.
+    """The tensor that user code assigned to ``data``; an unsharded parameter would share its memory.
 
-    Setting ``data`` to it once more changes nothing then, unless user code has written into it: it has the
-    values that training gave the parameter. Lightning's ``ModelPruning`` does so after every epoch.
+    A second assignment of the same tensor then changes nothing, because the tensor has the parameter's
+    trained values, unless user code has written into it. Lightning's ``ModelPruning`` assigns so after every
+    epoch.
 
     Args:
-        assigned: The tensor that ``data`` was set to.
+        assigned: The assigned tensor.
         own: This rank's elements of it.
     """
 

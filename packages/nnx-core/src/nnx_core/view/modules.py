@@ -1,4 +1,4 @@
-"""Share code on modules between engines: layer classes, steps inside a forward, meta-device weights."""
+"""Functions on modules for all engines: layer classes, steps inside a forward, meta-device weights."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ from nnx_base.shard import Shard
 from nnx_checkpoint.reading.state import OptimizerState
 from nnx_core.errors import OptionError, UnsupportedError
 
-# What options that choose layers by their class are given.
-
 
 class Layers:
-    """The layers that an option chooses, by their classes or by names of classes.
+    """The layers that an option selects, by classes or by names of classes.
 
-    A name is that of a class (``"Block"``), or ends its full name (``"models.gpt.Block"``), as YAML files
-    can have it. Subclasses count.
+    A name, for YAML files, is that of a class (``"Block"``) or the end of its full name
+    (``"models.gpt.Block"``). Subclasses match, too.
 
     Args:
-        value: A class or a name, or several; None: none.
+        value: A class or a name, or several; None selects no layers.
         option: The option, for messages.
 
     Raises:
-        OptionError: Something in it is neither.
+        OptionError: An item is neither.
 
     Example:
         >>> nn.Linear(2, 2) in Layers(["nn.Linear", "Conv2d"], option="activation_checkpointing")
@@ -66,13 +64,13 @@ class Layers:
         return ", ".join([*(cls.__name__ for cls in self._classes), *self.names])
 
     def check(self, root: nn.Module) -> None:
-        """Refuse names that are of no module of a model.
+        """Refuse names that match no module of a model.
 
         Args:
             root: The model.
 
         Raises:
-            OptionError: With the nearest names of classes that the model has.
+            OptionError: A name matches no module; the message suggests the nearest class names.
         """
         found = {cls: None for module in root.modules() for cls in _classes_of(module)}
         for name in self.names:
@@ -90,7 +88,7 @@ class Layers:
 
 
 def _classes_of(module: nn.Module) -> Iterator[type[nn.Module]]:
-    """Its class and those that this inherits, up to `torch.nn.Module`."""
+    """Yield the class of a module and its bases, up to `torch.nn.Module`."""
     for cls in type(module).__mro__:
         if cls is nn.Module:
             return
@@ -99,7 +97,7 @@ def _classes_of(module: nn.Module) -> Iterator[type[nn.Module]]:
 
 
 def _is_called(cls: type[nn.Module], name: str) -> bool:
-    """Return True if a class has a name, or has it where a package shows it, as ``torch.nn.Linear``."""
+    """Return True if a class has a name, or a package exports it under that name, as ``torch.nn.Linear``."""
     if f".{cls.__module__}.{cls.__qualname__}".endswith(f".{name}"):
         return True
     package, _, last = name.rpartition(".")
@@ -108,15 +106,15 @@ def _is_called(cls: type[nn.Module], name: str) -> bool:
 
 
 def refuse_layers(module: nn.Module, *, shares: int) -> None:
-    """Refuse layers that would train other numbers, or fail in the middle of a run. The same on every rank.
+    """Refuse layers that would train other numbers, or fail during a run. It raises on all ranks or none.
 
     Args:
         module: The module to train, as the user built it.
-        shares: Into how many shares the ranks divide the data.
+        shares: The number of shares of the data.
 
     Raises:
-        UnsupportedError: A layer is scripted and has parameters, or renormalizes the rows that it reads while
-            ranks read different ones.
+        UnsupportedError: A layer is scripted and has parameters, or it renormalizes the rows that it reads
+            while ranks read different rows.
     """
     for name, layer in module.named_modules():
         if isinstance(layer, torch.jit.ScriptModule) and next(layer.parameters(), None) is not None:
@@ -138,15 +136,15 @@ def refuse_layers(module: nn.Module, *, shares: int) -> None:
 def refuse_exchanged(
     module: nn.Module, names: Mapping[nn.Parameter, str], optimizers: Iterable[Optimizer]
 ) -> None:
-    """Refuse a module of which parameters that are to be trained were exchanged since it was laid out.
+    """Refuse a module whose trained parameters were replaced after the layout.
 
     Args:
         module: The laid-out module.
-        names: The names of its parameters when it was.
+        names: The names of its parameters at the layout.
         optimizers: Its optimizers.
 
     Raises:
-        UnsupportedError: An optimizer holds a parameter that the module had then and has no more.
+        UnsupportedError: An optimizer holds a parameter that is not in the module any more.
     """
     present = set(module.parameters())
     held = {parameter for one in optimizers for group in one.param_groups for parameter in group["params"]}
@@ -159,12 +157,9 @@ def refuse_exchanged(
         )
 
 
-# Running a step inside a module's forward.
-
-
 @contextmanager
 def forward_as(module: nn.Module, step: Callable[..., Any]) -> Iterator[None]:
-    """Make the next call of the module run `step`; inside it the module's own forward is back."""
+    """Make the next call of the module run `step`, in a context; the step sees the module's own forward."""
     own = module.__dict__.get("forward")
 
     def restore() -> None:
@@ -184,14 +179,11 @@ def forward_as(module: nn.Module, step: Callable[..., Any]) -> Iterator[None]:
         restore()
 
 
-# Where weights and states are: from the meta device to real weights, to a device, back to the host.
-
-
 def materialize(module: nn.Module, device: torch.device, *, name: str) -> None:
     """Allocate a module's meta tensors on `device` and initialise them with ``reset_parameters``.
 
     Args:
-        module: The module; tensors that are not on the meta device are left alone.
+        module: The module; tensors on other devices do not change.
         device: The device to move to.
         name: Its name in the model, for messages.
 
@@ -207,7 +199,7 @@ def materialize(module: nn.Module, device: torch.device, *, name: str) -> None:
 
 
 def refuse_without_reset(module: nn.Module, *, name: str) -> None:
-    """Refuse a module that `materialize` cannot serve, before anything of it is changed.
+    """Refuse a module that `materialize` cannot initialise, before any change of it.
 
     Args:
         module: The module.
@@ -218,7 +210,7 @@ def refuse_without_reset(module: nn.Module, *, name: str) -> None:
     """
     for submodule_name, submodule in module.named_modules():
         if _has_meta(submodule) and not callable(getattr(submodule, "reset_parameters", None)):
-            where = ".".join(part for part in (name, submodule_name) if part) or "the root module"
+            where = ".".join(each for each in (name, submodule_name) if each) or "the root module"
             raise UnsupportedError(
                 f"{where} ({type(submodule).__name__}) was built on the meta device and has no "
                 "`reset_parameters()` to initialise its tensors with.",
@@ -256,11 +248,11 @@ def move_to_host(module: nn.Module) -> None:
 def move_states(
     optimizers: Iterable[Optimizer], described: dict[Optimizer, OptimizerState], device: torch.device
 ) -> None:
-    """Move the state of optimizers to a device, and what describes it; what both share is moved once.
+    """Move the state of optimizers and its descriptions to a device; shared tensors are moved once.
 
     Args:
         optimizers: The optimizers whose state is moved.
-        described: Descriptions of states, whose shards are replaced by ones on the device.
+        described: Descriptions of states; their shards are replaced by shards on the device.
         device: The device to move to.
     """
     moved: dict[tuple[Any, ...], Tensor] = {}
@@ -291,12 +283,10 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def lay_in_order(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    """Give parameters whose elements lie in another order, as with channels last, the usual one, in place.
-
-    FSDP2, for one, shards no others.
+    """Make parameters contiguous in place, such as channels-last ones: FSDP2 shards no others.
 
     Returns:
-        For each that was changed, an empty tensor on the meta device with the strides that it had.
+        For each changed parameter, a tensor on the meta device with its former strides.
     """
     strides = {}
     for parameter in parameters:
@@ -310,19 +300,19 @@ def with_strides(value: Tensor, strided: Tensor | None) -> Tensor:
     """Undo `lay_in_order` for a parameter's value.
 
     Args:
-        value: With its elements in order.
-        strided: The result of `lay_in_order` for the parameter; None if it was not changed.
+        value: The contiguous value.
+        strided: The result of `lay_in_order` for the parameter; None if it was contiguous.
     """
     return value if strided is None else torch.empty_like(strided, device=value.device).copy_(value)
 
 
 @torch.no_grad()
 def broadcast_module(module: nn.Module, *, through: torch.device | None = None) -> None:
-    """Give every rank rank 0's values of the tensors that are not sharded yet. Collective.
+    """Broadcast rank zero's values of the tensors that are not sharded yet. Collective.
 
     Args:
         module: The module.
-        through: The device over which they travel, one at a time, where the module itself is elsewhere.
+        through: The device to copy each tensor to for its broadcast; None for its own.
     """
     if not is_distributed():
         return
@@ -342,10 +332,10 @@ def _plain_tensors(module: nn.Module) -> Iterable[Tensor]:
 
 
 def leave_on_meta(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """Put parameters without values in the place of a module's own.
+    """Replace a module's parameters by ones on the meta device, and mark them.
 
     Returns:
-        For every parameter, the one on the meta device that took its place.
+        The replacement of every parameter.
     """
     replaced = {old: _like(old, "meta") for old in module.parameters()}
     for new in replaced.values():
@@ -354,15 +344,15 @@ def leave_on_meta(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 
 
 def is_left(module: nn.Module) -> bool:
-    """Return True if `leave_on_meta` has taken the values of a parameter of this module."""
+    """Return True if `leave_on_meta` has dropped the values of a parameter of this module."""
     return any(hasattr(parameter, "_nnx_left") for parameter in module.parameters())
 
 
 def allocate_again(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """Undo `leave_on_meta`, with any values: those of rank 0, or of a checkpoint, are to follow.
+    """Replace the parameters of `leave_on_meta` by uninitialized ones on CPU, to be broadcast or loaded.
 
     Returns:
-        For every parameter that had been left, the one in host memory that took its place.
+        The replacement of every marked parameter.
     """
     replaced = {old: _like(old, "cpu") for old in module.parameters() if hasattr(old, "_nnx_left")}
     for new in replaced.values():

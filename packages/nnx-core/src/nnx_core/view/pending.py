@@ -1,7 +1,7 @@
-"""A `Part` for tensors whose values must be waited for, such as weights that are still being stepped.
+"""A `Part` for tensors whose values are not available yet, such as weights in an asynchronous step.
 
-It keeps no copy and gathers nothing. The first torch function that needs values calls `wait`, which takes
-this part off the tensor; then the tensor answers by itself, or the part that was there before.
+It keeps no copy and gathers nothing. The first torch function that needs values calls `wait`, which removes
+this part from the tensor. Then the tensor answers by itself, or the earlier part does.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["Pending", "guard_pending", "unguard_pending"]
 
 
 class Pending(HeldByTensor, Part):
-    """A tensor that must be waited for. Shape, gradient and hooks need no waiting.
+    """Waits for the values of a tensor on first use. Shape, gradient and hooks are available at once.
 
     Args:
         tensor: The tensor; this part does not keep it alive.
-        wait: Returns when the tensor can be used, and has called `unguard_pending` for it.
-        behind: The part that answers afterwards; None if the rank has all of the tensor.
+        wait: Returns once the tensor is available, and has called `unguard_pending` for it.
+        behind: The part that answers afterwards; None if the tensor is unsharded.
     """
 
     def __init__(self, tensor: Tensor, wait: Callable[[], None], behind: Part | None) -> None:
@@ -35,14 +35,14 @@ class Pending(HeldByTensor, Part):
 
     @property
     def is_copied_as_stored(self) -> bool:  # type: ignore[override] # a constant of other parts
-        """True if it is so for the part that answers afterwards."""
+        """True if it is True for the part that answers afterwards."""
         return self.behind is not None and self.behind.is_copied_as_stored
 
     def takes_behind(self, part: Part) -> bool:  # noqa: D102 # as the base says, here and below
         self.behind = part
         return True
 
-    def _arrive(self) -> Tensor:
+    def _awaited(self) -> Tensor:
         tensor = self.tensor
         if part_of(tensor) is self:
             self.wait()
@@ -55,28 +55,28 @@ class Pending(HeldByTensor, Part):
         with local_mode():
             return self.tensor.detach()
 
-    def whole(self) -> Tensor:  # noqa: D102
-        tensor = self._arrive()
-        return tensor if self.behind is None else self.behind.whole()
+    def unsharded(self) -> Tensor:  # noqa: D102
+        tensor = self._awaited()
+        return tensor if self.behind is None else self.behind.unsharded()
 
     def value(self) -> Tensor:  # noqa: D102
-        tensor = self._arrive()
+        tensor = self._awaited()
         return tensor.detach() if self.behind is None else self.behind.value()
 
     def detached(self) -> Tensor:  # noqa: D102
-        tensor = self._arrive()
+        tensor = self._awaited()
         return tensor.detach() if self.behind is None else self.behind.detached()
 
     def differentiated(self) -> list[Tensor]:  # noqa: D102
-        tensor = self._arrive()
+        tensor = self._awaited()
         return [tensor] if self.behind is None else self.behind.differentiated()
 
     def attributes(self) -> dict[str, Any]:  # noqa: D102
         return super().attributes() if self.behind is None else self.behind.attributes()
 
     def flush(self) -> None:
-        """Wait, as the caller is about to read what this rank stores."""
-        self._arrive()
+        """Wait, because the caller is about to read this rank's shard."""
+        self._awaited()
         if self.behind is not None:
             self.behind.flush()
 
@@ -84,15 +84,15 @@ class Pending(HeldByTensor, Part):
         if self.behind is not None:
             self.behind.randomized()
 
-    def assign(self, whole: Tensor) -> None:  # noqa: D102
-        tensor = self._arrive()
+    def assign(self, values: Tensor) -> None:  # noqa: D102
+        tensor = self._awaited()
         if self.behind is None:
-            tensor.data = whole
+            tensor.data = values
         else:
-            self.behind.assign(whole)
+            self.behind.assign(values)
 
     def in_place(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:  # noqa: D102
-        self._arrive()
+        self._awaited()
         if self.behind is not None and isinstance(args[0], (list, tuple)):
             return False  # others in the list may be pending, too
         func(*args, **kwargs)
@@ -119,11 +119,11 @@ class Pending(HeldByTensor, Part):
 
 
 def guard_pending(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
-    """Make the next use of any of the tensors call `wait`, instead of one that was given before.
+    """Make the next use of any of the tensors call `wait`; it replaces the wait of an earlier call.
 
     Args:
         tensors: The tensors, of any class, guarded or not.
-        wait: Must `unguard_pending` all tensors that were given, and return when they can be used.
+        wait: Must call `unguard_pending` for all these tensors, and return once they are available.
 
     Example:
         >>> import torch
@@ -142,7 +142,7 @@ def guard_pending(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
 
 
 def unguard_pending(tensors: Iterable[Tensor]) -> None:
-    """Let tensors be used without waiting: they get their own class back, or the part behind."""
+    """Remove the wait: restore the class of the tensors, or the part behind."""
     for tensor in tensors:
         known = part_of(tensor)
         if type(known) is not Pending:

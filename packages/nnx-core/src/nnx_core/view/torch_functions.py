@@ -1,4 +1,4 @@
-"""Which torch functions see a shard, and which the whole tensor."""
+"""Classify torch functions: those that read a shard, and those that need the unsharded tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 class Sees(Enum):
     """The kinds of answers to a torch function of a parameter."""
 
-    WHOLE = auto()
+    UNSHARDED = auto()
     """The gathered value, with gradient."""
     IN_PLACE = auto()
     """The gathered value, which it changes."""
@@ -20,17 +20,17 @@ class Sees(Enum):
     ASSIGNS = auto()
     """It replaces the data."""
     GRADIENT = auto()
-    """The gradient, whole."""
+    """The unsharded gradient."""
     ASSIGNS_GRADIENT = auto()
     """It replaces the gradient."""
     HOOK = auto()
     """It listens to the gradient."""
     SHAPE = auto()
-    """Logical shape and strides; nothing is gathered."""
+    """Logical shape and strides, without a gather."""
     LOCAL = auto()
-    """The object itself: what does not depend on the values."""
+    """The object itself, for functions that do not depend on the values."""
     MEMORY = auto()
-    """The memory of this rank's part."""
+    """The memory of this rank's shard."""
 
 
 _OF_SHAPE = frozenset({"shape", "ndim", "nbytes"})
@@ -105,7 +105,7 @@ def what_it_sees(func: Callable[..., Any]) -> Sees:
     Example:
         >>> import torch
         >>> what_it_sees(torch.Tensor.size).name, what_it_sees(torch.add).name
-        ('SHAPE', 'WHOLE')
+        ('SHAPE', 'UNSHARDED')
     """
     found = _known.get(func)
     if found is None:
@@ -114,7 +114,7 @@ def what_it_sees(func: Callable[..., Any]) -> Sees:
 
 
 def is_elementwise_in_place(func: Callable[..., Any]) -> bool:
-    """Whether a function changes each element of its first argument by itself, of a tensor or of a list.
+    """Return True if a function changes each element of its first argument, a tensor or list, by itself.
 
     Example:
         >>> import torch
@@ -139,7 +139,7 @@ def _find(func: Callable[..., Any]) -> Sees:
         return _METHODS[name]
     if name in _IN_PLACE_OPERATORS or (_is_native(func) and name.endswith("_") and not name.endswith("__")):
         return Sees.IN_PLACE
-    return Sees.WHOLE
+    return Sees.UNSHARDED
 
 
 def _of_attribute(name: str, *, reads: bool) -> Sees:
@@ -149,9 +149,9 @@ def _of_attribute(name: str, *, reads: bool) -> Sees:
         return Sees.GRADIENT if reads else Sees.ASSIGNS_GRADIENT
     if name in _OF_SHAPE:
         return Sees.SHAPE
-    return Sees.WHOLE if name in _OF_VALUES else Sees.LOCAL
+    return Sees.UNSHARDED if name in _OF_VALUES else Sees.LOCAL
 
 
 def _is_native(func: Callable[..., Any]) -> bool:
-    """Return True if it is torch's own, as against a function in Python such as those of `torch.nn.init`."""
+    """Return True for a function of torch in C++; False for one in Python, as in `torch.nn.init`."""
     return isinstance(func, (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType))

@@ -25,7 +25,7 @@ from nnx_base.box import Box
 from nnx_base.shard import Shard
 from nnx_core._torch_compat import NO_BACKWARD, current_backward, guarded_mode
 from nnx_core.agree.collective_order import CollectiveOrder
-from nnx_core.agree.watch import refuse_unequal_gradient
+from nnx_core.agree.divergence import refuse_unequal_gradient
 from nnx_core.errors import UnsupportedError
 from nnx_core.view import guard as guards
 from nnx_core.view.guard import Guard
@@ -362,7 +362,7 @@ class Part(guards.Part):
         return self._value is not None
 
     @override
-    def whole(self) -> Tensor:
+    def unsharded(self) -> Tensor:
         """Return the full tensor, differentiable if gradients are recorded and wanted. Collective."""
         with local_mode():
             value = self._gathered()
@@ -386,23 +386,23 @@ class Part(guards.Part):
                 self._write(self._value)
 
     @override
-    def assign(self, whole: Tensor) -> None:
-        """Set the data to a full tensor, as ``parameter.data = whole`` does."""
-        if isinstance(whole, Guard):
-            whole = whole._part.value()
-        if tuple(whole.shape) != self.layout.shape:
+    def assign(self, values: Tensor) -> None:
+        """Set the data to a full tensor, as ``parameter.data = values`` does."""
+        if isinstance(values, Guard):
+            values = values._part.value()
+        if tuple(values.shape) != self.layout.shape:
             raise ValueError(
-                f"a tensor of shape {tuple(whole.shape)} cannot become the data of a tensor of shape "
+                f"a tensor of shape {tuple(values.shape)} cannot become the data of a tensor of shape "
                 f"{self.layout.shape} that is sharded."
             )
         with local_mode(), torch.no_grad():
-            local, own = self.tensor, self.layout.unit_part(whole.detach())
+            local, own = self.tensor, self.layout.unit_part(values.detach())
             # The same tensor again, and unchanged: there is nothing to write.
-            if self._source_of_data is not None and self._source_of_data.is_still(whole, own):
+            if self._source_of_data is not None and self._source_of_data.is_still(values, own):
                 return
-            self._source_of_data = AssignedData(whole, own)
-            if (whole.dtype, whole.device) == (local.dtype, local.device):
-                self._write(whole.detach())
+            self._source_of_data = AssignedData(values, own)
+            if (values.dtype, values.device) == (local.dtype, local.device):
+                self._write(values.detach())
             else:
                 self.source.replace(own)
                 self._forget()
@@ -526,7 +526,7 @@ class Part(guards.Part):
                 "`torch.autograd.grad` asks for gradients of a parameter that programs use as shards.",
                 remedy="Call `backward` and read `.grad`, or use strategy 'nnscaler_dp'.",
             )
-        return [self.whole()]
+        return [self.unsharded()]
 
     def _forget(self) -> None:
         self._value = self._node = self._seen = None

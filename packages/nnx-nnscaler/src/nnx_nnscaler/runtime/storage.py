@@ -22,10 +22,10 @@ from nnx_base.ranks import broadcast_tensor, is_distributed
 from nnx_base.shard import Shard, shard_of
 from nnx_core._torch_compat import guarded_mode
 from nnx_core.agree.collective_order import CollectiveOrder
-from nnx_core.agree.watch import Writes
+from nnx_core.agree.divergence import Writes
 from nnx_core.communicator import Communicator, GroupCommunicator
 from nnx_core.errors import UnsupportedError
-from nnx_core.view.guard import can_be_guarded, guard, show_plain, show_whole, unguard
+from nnx_core.view.guard import can_be_guarded, guard, show_plain, show_unsharded, unguard
 from nnx_core.view.modules import materialize, refuse_without_reset
 from nnx_nnscaler.axes import Axes
 from nnx_nnscaler.ir.placement import Placement, R
@@ -475,12 +475,12 @@ class Parameters:
         """Context manager of an optimizer's step: parameters are plain local tensors, by their class too."""
         self.end_step()
         self._show_plain()
-        with clean_up("ending the optimizer's step", self._show_whole, self.end_step):
+        with clean_up("ending the optimizer's step", self._show_unsharded, self.end_step):
             yield
 
-    def _show_whole(self) -> None:
+    def _show_unsharded(self) -> None:
         for parameter in self._parts:
-            show_whole(parameter)
+            show_unsharded(parameter)
 
     def _show_plain(self) -> None:
         for parameter in self._parts:
@@ -489,7 +489,7 @@ class Parameters:
     @contextmanager
     def user_code(self) -> Iterator[None]:
         """Show unsharded parameters again inside of `stepping`, for a closure."""
-        self._show_whole()
+        self._show_unsharded()
         with clean_up("writing weights back", self.flush, self._show_plain), guarded_mode():
             yield
 

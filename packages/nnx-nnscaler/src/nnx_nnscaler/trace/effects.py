@@ -20,7 +20,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from nnx_core.view.python_state import is_users_own, only_goes_on
+from nnx_core.view.side_effects import cannot_rewind, is_users_own
 from nnx_nnscaler.trace.reads import code_reached, read_by_forward
 from nnx_nnscaler.trace.structure import Refusal
 
@@ -61,7 +61,7 @@ def refuse_generators(root: nn.Module) -> None:
         value = space.get(name)
         if isinstance(value, torch.Generator):
             raise _refusal(name, "a generator of random numbers, which a graph cannot hold")
-        if only_goes_on(value):
+        if cannot_rewind(value):
             raise _refusal(name, f"a {type(value).__name__}, which advances and cannot be rewound")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nnx_base.dtypes import as_bytes
 from nnx_core._torch_compat import pytree
-from nnx_core.view.python_state import names_in
+from nnx_core.view.side_effects import names_in
 from nnx_nnscaler.trace.reads import (
     DEFINITIONS,
     MOST_VALUES,

@@ -25,7 +25,7 @@ from torch.nn.modules import module as torch_module
 from nnx_core._torch_compat import TorchDispatchMode, versions_kept
 from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.random_state import forked
-from nnx_core.view.python_state import PythonState, is_users_own
+from nnx_core.view.side_effects import PythonState, is_users_own
 from nnx_nnscaler._torch_compat import checkpoints_replaced, lstm_replaced, saves_inputs_only
 from nnx_nnscaler.trace.structure import Refusal
 
@@ -70,7 +70,7 @@ def attributes_restored(root: nn.Module) -> Iterator[dict[str, str]]:
     try:
         yield changed
     finally:
-        for module, name in state.put_back():
+        for module, name in state.restore():
             changed["" if module is None else names.get(module, "")] = name
 
 
@@ -82,7 +82,7 @@ def state_restored(root: nn.Module, *more: Tensor) -> Iterator[None]:
         with state.contents_restored(*more):
             yield
     finally:
-        state.put_back()
+        state.restore()
 
 
 @contextmanager

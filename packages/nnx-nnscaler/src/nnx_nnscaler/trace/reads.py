@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from nnx_core.view.python_state import is_users_own, names_in, origin_of
+from nnx_core.view.side_effects import is_users_own, names_in, origin_of
 
 _VERSIONED = frozenset(
     [

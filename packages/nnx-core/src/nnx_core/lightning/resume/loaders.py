@@ -1,4 +1,4 @@
-"""Loaders that begin at a position."""
+"""Install and remove the tracked sampler of a loader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nnx_core.lightning.resume.positions import TrackedSampler
 
 
 def tracked(loader: Any) -> TrackedSampler | None:
-    """The tracked sampler in a loader, if `track` put one there."""
+    """Return the tracked sampler of a loader; None without `track`."""
     for attribute in ("batch_sampler", "sampler"):
         found = getattr(loader, attribute, None)
         if isinstance(found, TrackedSampler):
@@ -20,18 +20,19 @@ def tracked(loader: Any) -> TrackedSampler | None:
 
 
 def track(loader: DataLoader[Any]) -> TrackedSampler:
-    """Make a loader take its indices through a `TrackedSampler`, until `untrack`. Idempotent."""
+    """Wrap the sampler of a loader in a `TrackedSampler`, until `untrack`. Idempotent."""
     found = tracked(loader)
     if found is None:
         attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
         found = TrackedSampler(getattr(loader, attribute), _generators(loader))
-        # A loader refuses another sampler once it exists, as most could not be exchanged soundly.
+        # A loader forbids another sampler after construction, because most exchanges would be unsound. This
+        # one yields the same indices.
         object.__setattr__(loader, attribute, found)
     return found
 
 
 def untrack(loader: DataLoader[Any]) -> None:
-    """Give a loader its own sampler back."""
+    """Restore the loader's own sampler."""
     found = tracked(loader)
     if found is not None:
         attribute = "sampler" if loader.sampler is found else "batch_sampler"
@@ -39,7 +40,7 @@ def untrack(loader: DataLoader[Any]) -> None:
 
 
 def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """The generators that a loader and its samplers hold, each once, in a fixed order."""
+    """Return the generators of a loader and its samplers, each once, in a fixed order."""
     found: dict[int, torch.Generator] = {}
     pending: list[Any] = [loader]
     while pending:
@@ -47,11 +48,11 @@ def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
         generator = getattr(holder, "generator", None)
         if isinstance(generator, torch.Generator):
             found.setdefault(id(generator), generator)
-        pending += [part for part in _parts(holder) if part is not None]
+        pending += [sampler for sampler in _samplers(holder) if sampler is not None]
     return list(found.values())
 
 
-def _parts(holder: Any) -> list[Any]:
-    if isinstance(holder, DistributedSampler):  # Lightning shares another sampler out as its dataset
+def _samplers(holder: Any) -> list[Any]:
+    if isinstance(holder, DistributedSampler):  # Lightning wraps a custom sampler as the dataset of this one
         return [getattr(holder.dataset, "_sampler", None)]
     return [getattr(holder, name, None) for name in ("batch_sampler", "sampler")]

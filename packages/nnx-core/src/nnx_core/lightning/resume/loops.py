@@ -1,9 +1,9 @@
-"""Where Lightning's loops were, and putting them there.
+"""Correct the loop counters of Lightning's checkpoints, so that a run resumes where it stopped.
 
-Lightning 2.6 resumes some places otherwise than it left them. A run that ``max_steps`` ended inside an
-epoch goes on under the next epoch's number, and one that ended with an epoch trains one batch too many:
-`interruption` rewrites their counters before Lightning reads them. What follows a batch that was saved in
-its own end hook (validation, the end of the epoch) is left out: `complete_batch` makes up for it.
+Lightning 2.6 resumes three kinds of runs at the wrong place. A run that ``max_steps`` ended inside an epoch
+resumes under the next epoch's number. A run that ended with an epoch trains one batch too many.
+`interruption` rewrites their counters before Lightning reads them. A run that was saved in the end hook of a
+batch omits the validation, or the end of the epoch, after that batch; `complete_batch` runs them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _BATCHES = "epoch_loop.batch_progress"
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """Where a run was interrupted.
+    """The interruption of a run.
 
     Attributes:
-        batches: Batches of the epoch that were trained on.
+        batches: The trained batches of the epoch.
         inside: True if the pass over the data continues; otherwise a new one begins.
     """
 
@@ -33,14 +33,14 @@ class Interruption:
 
 
 def interruption(checkpoint: dict[str, Any], *, iteration_based: bool) -> Interruption | None:
-    """Find out where the run of a checkpoint was interrupted, and correct the counters in it.
+    """Locate the interruption of a checkpoint's run, and correct the counters in the checkpoint.
 
     Args:
         checkpoint: Lightning's dict; its ``loops`` are replaced, not changed.
         iteration_based: True if the run that resumes counts steps (``max_steps``) rather than epochs.
 
     Returns:
-        None if the checkpoint has no loops, as Fabric's have none.
+        The interruption; None if the checkpoint has no loops, as those of Fabric.
     """
     if "fit_loop" not in checkpoint.get("loops", {}):
         return None
@@ -48,6 +48,8 @@ def interruption(checkpoint: dict[str, Any], *, iteration_based: bool) -> Interr
     loops = checkpoint["loops"]["fit_loop"]
     epochs, batches = loops[_EPOCHS], loops[_BATCHES]
     current = batches["current"]
+    # `ready` counts batches that began, `processed` those that were trained. A save in the middle of a batch
+    # has one more `ready`. An epoch with `started == processed` has ended, or `max_steps` has ended it.
     exhausted = batches["is_last_batch"] and current["processed"] == current["ready"]
     between = epochs["current"]["started"] == epochs["current"]["processed"]
     if batches["total"]["ready"] == 0:
@@ -61,14 +63,14 @@ def interruption(checkpoint: dict[str, Any], *, iteration_based: bool) -> Interr
 
 
 def _reopen_epoch(epochs: dict[str, Any]) -> None:
-    """The steps ran out inside an epoch, which Lightning counts as its end."""
+    """Undo the end of an epoch that Lightning counted because ``max_steps`` was reached inside it."""
     for progress in (epochs["total"], epochs["current"]):
         progress["processed"] -= 1
         progress["completed"] = progress["processed"]
 
 
 def _close_epoch(epochs: dict[str, Any], batches: dict[str, Any]) -> None:
-    """The epoch is over, whichever hook at its end or at the next one's beginning saved it."""
+    """Complete the end of an epoch, for saves in any hook between two epochs."""
     for progress in (epochs["total"], epochs["current"]):
         for counter in ("ready", "started", "completed"):
             progress[counter] = progress["processed"]
@@ -77,7 +79,7 @@ def _close_epoch(epochs: dict[str, Any], batches: dict[str, Any]) -> None:
 
 
 def count_batches(trainer: Any, batches: int) -> None:
-    """Set how many batches of the epoch have been trained on, keeping how far the last one has got."""
+    """Set the number of trained batches of the epoch; the state of the last batch does not change."""
     current = trainer.fit_loop.epoch_loop.batch_progress.current
     moved = batches - current.processed
     for counter in ("ready", "started", "processed", "completed"):
@@ -85,18 +87,19 @@ def count_batches(trainer: Any, batches: int) -> None:
 
 
 def complete_batch(trainer: Any) -> None:
-    """Let the validation or the end of the epoch follow the batch in whose end hook the run was saved.
+    """Run the validation, or the end of the epoch, after a batch in whose end hook the run was saved.
 
-    Called when Lightning has prepared its loops for resuming, and before the first batch.
+    Called after Lightning has prepared its loops to resume, and before the first batch.
     """
     fit = trainer.fit_loop
     loop = fit.epoch_loop
     progress = loop.batch_progress
     if progress.is_last_batch and fit.max_batches != float("inf"):
-        count_batches(trainer, fit.max_batches)  # as this world size counts them
+        count_batches(trainer, fit.max_batches)  # the number of batches for this world size
     if not loop.restarted_on_train_batch_end:
         return
-    if progress.is_last_batch and fit.restarted_mid_epoch:  # Lightning has closed the epoch: it is not over
+    if progress.is_last_batch and fit.restarted_mid_epoch:
+        # Lightning has counted the epoch as processed, but its end is still due.
         for counters in (fit.epoch_progress.total, fit.epoch_progress.current):
             counters.processed -= 1
             counters.completed -= 1
@@ -105,10 +108,10 @@ def complete_batch(trainer: Any) -> None:
         return
     progress.increment_completed()
     loop._restart_stage = _stages(loop).RESTARTED_ON_LAST
-    if is_due:  # Lightning goes back into a validation that had begun
+    if is_due:  # let Lightning resume a validation as if it had begun
         loop.val_loop.restarting = False
         loop.val_loop._restart_stage = _stages(loop.val_loop).RESTARTED_MID_EVALUATION
-    else:  # and ends an epoch whose data is at its end
+    else:  # an exhausted fetcher makes Lightning end the epoch
         fit._data_fetcher.iterator = iter(())
         loop._batches_that_stepped += 1
 

@@ -1,9 +1,9 @@
-"""The position of a `DataLoader` in its pass over the data, and how to continue from it.
+"""The position of a `DataLoader` in its pass over the data, and how to resume from it.
 
-The position is kept at the sampler: what a run has seen is passed over as indices, and no sample is
-loaded only to be dropped. It counts over all data-parallel ranks, so that another number of ranks goes on
-from it. A shuffled order is made again from the random state in which the sampler made it. This module
-knows torch's loaders; it knows neither files nor Lightning.
+The sampler holds the position: it skips seen samples as indices, so no sample is loaded only to be dropped.
+The position counts over all data-parallel ranks, so another number of ranks can resume from it. A shuffled
+order is drawn again from the saved random state of the sampler. This module depends on torch's loaders, and
+neither on files nor on Lightning.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from nnx_core import random_state
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far the data of one loader has been consumed in its current pass.
+    """The position of one loader in its current pass.
 
     Attributes:
-        consumed: Over all data-parallel ranks; in samples, or in items of a sampler whose samples are not
-            known, such as a batch sampler of the user's.
-        unit: ``"samples"`` or ``"items"``.
-        order: Class of the sampler that made the order.
+        consumed: The number of consumed units over all data-parallel ranks.
+        unit: ``"samples"``, or ``"items"`` of a sampler with unknown batch sizes, as a custom batch sampler.
+        order: The class name of the sampler that made the order.
         seed: The seed of a ``DistributedSampler``.
-        started_from: Random state in which the sampler made the order; None if it has not begun.
-        generators: States, now, of the generators that the loader and its samplers were given.
+        started_from: The random state at the beginning of the pass; None before its beginning.
+        generators: The current states of the generators of the loader and its samplers.
     """
 
     consumed: int
@@ -41,22 +40,21 @@ class Position:
     generators: list[bytes] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data; `Position` takes it as keyword arguments."""
+        """Return plain data, which `Position` takes as keyword arguments."""
         return asdict(self)
 
 
 class TrackedSampler(Sampler[Any]):
-    """Stands in for a loader's index sampler: remembers how its pass began, and can begin in the middle.
+    """Wraps a loader's index sampler: records the beginning of each pass, and can begin in the middle.
 
     Args:
-        inner: The sampler that the loader would take its indices from: its batch sampler, or its sampler
-            where it does not batch.
+        inner: The wrapped sampler: the loader's batch sampler, or its sampler if it does not batch.
         generators: The generators that the loader and its samplers draw from, other than the global ones.
 
     Attributes:
-        first: Units of the current pass that were passed over at its beginning, on this rank.
-        first_items: The same in items, which are batches unless the loader does not batch.
-        started_from: Random state in which the current pass began.
+        first: The number of units that the current pass skipped at its beginning, on this rank.
+        first_items: `first` in items, which are batches unless the loader does not batch.
+        started_from: The random state at the beginning of the current pass.
     """
 
     def __init__(self, inner: Any, generators: list[torch.Generator]) -> None:
@@ -68,8 +66,8 @@ class TrackedSampler(Sampler[Any]):
         self._next_pass: tuple[int, dict[str, Any] | None] = (0, None)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the inner sampler's."""
-        if name == "inner":  # while an instance is being rebuilt
+        """Return an attribute of the inner sampler."""
+        if name == "inner":  # during unpickling, before `inner` is set
             raise AttributeError(name)
         return getattr(self.inner, name)
 
@@ -91,16 +89,16 @@ class TrackedSampler(Sampler[Any]):
         return self.inner.batch_size if type(self.inner) is BatchSampler else None
 
     def begin_at(self, units: int, started_from: dict[str, Any] | None) -> None:
-        """Make passes begin in the middle, until `begin_at_start`. A loader may ask for several to use one.
+        """Begin passes in the middle until `begin_at_start`: a loader may create several to use one.
 
         Args:
-            units: The number of units of this rank's share to pass over.
-            started_from: Random state in which the saved run began this pass.
+            units: The number of units of this rank to skip.
+            started_from: The random state in which the saved run began this pass.
         """
         self._next_pass = units, started_from
 
     def begin_at_start(self) -> None:
-        """Make the passes after those that were asked for begin at their beginning."""
+        """Begin later passes at their beginning."""
         self._next_pass = (0, None)
 
     def __iter__(self) -> Iterator[Any]:
@@ -115,12 +113,13 @@ class TrackedSampler(Sampler[Any]):
         yield from self._from(first)
 
     def _begin_again(self, first: int, started_from: dict[str, Any]) -> Iterator[Any]:
-        """Draw the order from where it was drawn before, leaving the run's random state as it is."""
+        """Draw the order again from its saved random state; the run's own random state does not change."""
         with random_state.host_state_kept():
             random_state.restore(started_from)
             self.restore_generators(started_from["generators"])
             rest = self._from(first)
-            # Samplers draw when the first index is asked for, which passing over others has done already.
+            # Samplers draw their order at the first index, so it must be fetched in this context. Skipping
+            # does so; without a skip one index is fetched here.
             drawn = list(itertools.islice(rest, 0 if first else 1))
         yield from itertools.chain(drawn, rest)
 
@@ -134,16 +133,19 @@ class TrackedSampler(Sampler[Any]):
         return iter(BatchSampler(indices, size, self.inner.drop_last))
 
     def generator_states(self) -> list[bytes]:
-        """States of the loader's own generators."""
+        """Return the states of the loader's own generators."""
         return [generator.get_state().numpy().tobytes() for generator in self.generators]
 
     def restore_generators(self, states: list[bytes]) -> None:
-        """Put the loader's own generators into states that `generator_states` returned."""
+        """Restore the loader's own generators from `generator_states`."""
         for generator, state in zip(self.generators, states, strict=False):
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def items_before(self, units: int) -> int:
-        """How many items of a pass those are of which only the rest is left after some units."""
+        """Return the number of items that are consumed, at least in part, after some units of a pass.
+
+        Another world size may stop inside a batch. The batches of the remaining units then define the count.
+        """
         size = self._batch_size
         if size is None:
             return units
@@ -155,7 +157,7 @@ class TrackedSampler(Sampler[Any]):
         return total - (left // size if self.inner.drop_last else -(-left // size))
 
     def units_before(self, items: int) -> int:
-        """How many units the first items of the current pass are, those that were passed over included."""
+        """Return the number of units in the first items of the current pass, skipped ones included."""
         size = self._batch_size
         if size is None:
             return items
@@ -166,7 +168,7 @@ class TrackedSampler(Sampler[Any]):
             return units
 
     def position(self, items: int, data_parallel_size: int) -> Position:
-        """The position after some items of the current pass."""
+        """Return the position after some items of the current pass."""
         return Position(
             consumed=self.units_before(items) * data_parallel_size,
             unit=self.unit,

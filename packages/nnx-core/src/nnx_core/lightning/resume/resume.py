@@ -1,12 +1,12 @@
 """Exact resume of a Trainer: each rank's random state and its position in the data.
 
-Lightning restores weights, optimizers and counters; data it reads again from the beginning of the epoch, and
-random numbers it draws anew. This module saves what is missing for each rank, and puts it back when it
-counts: the position when the loaders are made, random numbers just before training begins. Where the strategy
-is Lightning's own, `nnx_core.lightning.callbacks` calls it.
+Lightning restores weights, optimizers and counters, but it restarts the data of the epoch and the random
+numbers. This module saves both for each rank. It restores the position when the loaders are made, and the
+random state right before training begins. Under Lightning's own strategies, `nnx_core.lightning.callbacks`
+calls it.
 
-Loaders over a dataset with indices pass over what has been seen; those that have a state of their own are
-Lightning's to restore; others start over.
+Loaders over a dataset with indices skip the samples already seen. Lightning restores loaders with a state of
+their own. Other loaders start over.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LIGHTNINGS_WARNING = "You're resuming from a checkpoint that ended before the e
 
 @dataclass(frozen=True, slots=True)
 class _Beginning:
-    """Where this process began an epoch in the middle: its number; batches in all and in each pass."""
+    """An epoch that this process began in the middle: its number, the skipped batches (all, by loader)."""
 
     epoch: int
     batches: int
@@ -41,15 +41,15 @@ class _Beginning:
 
 
 class TrainingData:
-    """Follows the training loaders of a Trainer, and makes them begin in the middle of an epoch.
+    """Tracks the positions of a Trainer's training loaders, and resumes them inside an epoch.
 
     Attributes:
-        said: A sentence about the resumed data, for the user.
+        notes: Sentences for the user about the resumed data.
     """
 
     def __init__(self) -> None:
-        self.said: list[str] = []
-        self._place: Interruption | None = None
+        self.notes: list[str] = []
+        self._interruption: Interruption | None = None
         self._saved: Sequence[Position | None] = ()
         self._index = 0
         self._beginning: _Beginning | None = None
@@ -57,7 +57,7 @@ class TrainingData:
         self._final: list[Position | None] | None = None
 
     def positions(self, trainer: Any) -> list[Position | None]:
-        """Where every training loader stands; None for those whose data cannot be passed over."""
+        """Return the position of every training loader; None for those that cannot skip samples."""
         if self._final is not None:
             return self._final
         fit = trainer.fit_loop
@@ -67,10 +67,11 @@ class TrainingData:
         begun = self._beginning
         if begun is None or begun.epoch != fit.epoch_progress.current.ready:
             begun = _Beginning(0, 0, (0,) * len(loaders))
+        # Lightning's counter, not the samplers', tells the consumed batches: workers fetch ahead of training.
         since = fit.epoch_loop.batch_progress.current.processed - begun.batches
         samplers = [tracked(loader) for loader in loaders]
         if all(sampler is None for sampler in samplers):
-            return [None] * len(samplers)  # also after the run, when the share of the data is not known
+            return [None] * len(samplers)  # also after the run, when the data-parallel size is unknown
         size = _data_parallel_size(trainer)
         mode = fit._combined_loader._mode
         return [
@@ -79,7 +80,7 @@ class TrainingData:
         ]
 
     def close(self, trainer: Any) -> None:
-        """Give the loaders their samplers back, and keep the positions for a checkpoint saved afterwards."""
+        """Restore the loaders' samplers, and keep the positions for a checkpoint that is saved afterwards."""
         if self._loaders:
             self._final = self.positions(trainer)
         for loader in self._loaders:
@@ -87,27 +88,27 @@ class TrainingData:
         self._loaders = []
         self.resume_at(None, ())
 
-    def resume_at(self, place: Interruption | None, saved: Sequence[Position | None]) -> None:
-        """Remember where the saved run stood, for the loaders that `process` will see.
+    def resume_at(self, interruption: Interruption | None, saved: Sequence[Position | None]) -> None:
+        """Set the position of the saved run, for the next loaders that `process` gets.
 
         Args:
-            place: The place at which it was interrupted, by Lightning's counters.
+            interruption: The interruption of the saved run, by Lightning's counters.
             saved: The position of every loader; empty if the checkpoint has none.
         """
-        self._place, self._saved, self._index, self.said = place, saved, 0, []
+        self._interruption, self._saved, self._index, self.notes = interruption, saved, 0, []
 
     def process(self, trainer: Any, loader: Any) -> None:
-        """Follow a training loader; after `resume_at`, make its first pass begin in the middle."""
+        """Track a training loader; after `resume_at`, begin its first pass at the saved position."""
         self._final = None
         index, self._index = self._index, self._index + 1
-        inside = self._place is not None and self._place.inside
-        # Over a dataset with indices, seen data can be passed over without loading it.
+        inside = self._interruption is not None and self._interruption.inside
+        # A dataset with indices lets the sampler skip seen samples without loading them.
         is_skippable = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if not is_skippable or _has_state(loader):
             if inside and not _has_state(loader):
-                self.said.append(
-                    f"the training data of {type(loader).__name__} starts over, as it has neither indices to "
-                    "pass over nor `state_dict` and `load_state_dict`."
+                self.notes.append(
+                    f"the training data of {type(loader).__name__} starts over, because it has neither "
+                    "indices to skip nor `state_dict` and `load_state_dict`."
                 )
             return
         sampler = track(loader)
@@ -118,7 +119,7 @@ class TrainingData:
         if not inside:
             return
         set_epoch = getattr(sampler.leaf, "set_epoch", None)
-        if callable(set_epoch):  # workers ask for indices before Lightning sets the epoch
+        if callable(set_epoch):  # workers fetch indices before Lightning sets the epoch
             set_epoch(trainer.fit_loop.epoch_progress.current.processed)
         if saved is None:
             self._begin_without_position(sampler)
@@ -126,34 +127,34 @@ class TrainingData:
             self._begin_at(sampler, saved, _data_parallel_size(trainer))
 
     def _begin_without_position(self, sampler: TrackedSampler) -> None:
-        """Lightning's own checkpoints say how many batches were seen, which then are as many now."""
-        assert self._place is not None
-        items = _in_pass(self._place.batches, sampler, "max_size_cycle")
+        """Begin at the batch count of a checkpoint of Lightning, which assumes the same world size."""
+        assert self._interruption is not None
+        items = _in_pass(self._interruption.batches, sampler, "max_size_cycle")
         sampler.begin_at(sampler.units_before(items), None)
 
     def _begin_at(self, sampler: TrackedSampler, saved: Position, size: int) -> None:
         order = type(sampler.leaf).__name__
         if (saved.order, saved.unit) != (order, sampler.unit):
-            self.said.append(
+            self.notes.append(
                 f"the order of the training data was made by {saved.order} and now is by {order}, so samples "
                 "of this epoch may be seen twice or not at all."
             )
         units, left = divmod(saved.consumed, size)
         if left:
-            self.said.append(
+            self.notes.append(
                 f"{saved.consumed} {saved.unit} of this epoch were seen, which is no multiple of {size} "
                 f"ranks: {left} of them will be seen again."
             )
         sampler.begin_at(units, saved.started_from)
 
     def start(self, trainer: Any) -> None:
-        """Make Lightning's counters agree with where the loaders begin. Called when training begins.
+        """Set Lightning's counters to the position of the loaders, when training begins.
 
         Raises:
-            CheckpointError: This run has not the loaders of the saved one.
+            CheckpointError: This run has another number of loaders than the saved one.
         """
-        place, self._place = self._place, None
-        if place is None:
+        interrupted, self._interruption = self._interruption, None
+        if interrupted is None:
             return
         loaders = trainer.fit_loop._combined_loader.flattened
         if self._saved and len(self._saved) != len(loaders):
@@ -167,22 +168,26 @@ class TrainingData:
                 continue
             sampler.begin_at_start()
             saved = self._saved[index] if self._saved else None
-            if saved is not None and not (place.inside and saved.started_from):
+            # A pass that is drawn again ends with the right generators by itself. Any other pass, such as the
+            # next epoch's, must begin from the generators of the time of the save.
+            if saved is not None and not (interrupted.inside and saved.started_from):
                 sampler.restore_generators(saved.generators)
-        if place.inside:
+        if interrupted.inside:
             self._count_from(trainer, samplers)
 
     def _count_from(self, trainer: Any, samplers: Sequence[TrackedSampler | None]) -> None:
-        """Set the batches of the epoch to those of the loader that makes the epoch as long as it is."""
+        """Set Lightning's batch count from the loader that determines the length of the epoch."""
         fit = trainer.fit_loop
         combined = fit._combined_loader
         known = [sampler for sampler in samplers if sampler is not None]
         if len(known) < len(samplers):
             return
-        warnings.filterwarnings("ignore", message=_LIGHTNINGS_WARNING)  # it does not know of this
+        warnings.filterwarnings("ignore", message=_LIGHTNINGS_WARNING)  # it cannot know that the data resumes
         lengths = [
             min(_length(sampler), limit) for sampler, limit in zip(known, combined.limits, strict=True)
         ]
+        # Another world size changes the number of batches per epoch, so the count comes from the sampler, and
+        # not from the checkpoint.
         decisive = (min if combined._mode == "min_size" else max)(range(len(known)), key=lengths.__getitem__)
         batches = known[decisive].first_items
         count_batches(trainer, batches)
@@ -191,7 +196,10 @@ class TrainingData:
 
 
 def begin_late(trainer: Any) -> None:
-    """Throw the pass away that Lightning began while setting up: hooks may draw random numbers first."""
+    """Restart the pass that Lightning began during setup, with the restored random state.
+
+    In later epochs hooks run, and may draw random numbers, before the sampler draws the order.
+    """
     fetcher = trainer.fit_loop._data_fetcher
     loaders = trainer.fit_loop._combined_loader.flattened
     if fetcher.length is not None and not any(map(_has_state, loaders)):
@@ -199,7 +207,7 @@ def begin_late(trainer: Any) -> None:
 
 
 def _late_iterator(loader: Any) -> Iterator[Any]:
-    """Begins a pass when the first batch is asked for, as Lightning does in every epoch but the first."""
+    """Begin a pass with the first batch, as Lightning does in every epoch but the first."""
     yield from loader
 
 
@@ -223,7 +231,7 @@ def _length(sampler: TrackedSampler) -> float:
 
 
 def _in_pass(items: int, sampler: TrackedSampler, mode: str) -> int:
-    """Of some batches in all, how many belong to the current pass of a loader among several."""
+    """Return the number of batches in the current pass of a loader, from a total over several passes."""
     length = _length(sampler)
     if items <= length:
         return items
@@ -231,7 +239,7 @@ def _in_pass(items: int, sampler: TrackedSampler, mode: str) -> int:
 
 
 _NO_DATA: Mapping[str, Any] = {"loaders": (), "stateful": ()}
-"""Fabric's checkpoints hold random state alone."""
+"""The data of a checkpoint of Fabric, which holds only random state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,27 +247,27 @@ class _Resumed:
     """The checkpoint's record of the run to resume.
 
     Attributes:
-        place: The place at which it was interrupted; None where the checkpoint has no loops.
-        own: The state that this rank had saved; None if there were fewer ranks.
-        first: The state that rank 0 had saved; empty if there is none.
-        step: The step that it had come to.
-        said: Sentences that the user should read.
+        interrupted: The interruption of the run; None if the checkpoint has no loops.
+        own: The saved state of this rank; None if there were fewer ranks.
+        first: The saved state of rank zero; empty if there is none.
+        step: The global step.
+        notes: Sentences for the user.
     """
 
-    place: Interruption | None
+    interrupted: Interruption | None
     own: Mapping[str, Any] | None
     first: Mapping[str, Any]
     step: int
-    said: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 class ExactResume:
     """Saves and restores random state and data position of one Trainer on this rank.
 
     Args:
-        resume_data: ``"skip"`` passes over the data that the epoch has seen; ``"restart"`` leaves the
-            loaders to the user and to Lightning.
-        strict_rng: Refuse checkpoints whose random state cannot be continued exactly.
+        resume_data: ``"skip"`` skips the samples that the epoch has seen; ``"restart"`` leaves the loaders to
+            the user and to Lightning.
+        strict_rng: Refuse checkpoints whose random state cannot be resumed exactly.
     """
 
     def __init__(self, *, resume_data: str, strict_rng: bool) -> None:
@@ -271,7 +279,7 @@ class ExactResume:
         self._batch_before: int | None = None
 
     def state(self, trainer: Any) -> dict[str, Any]:
-        """This rank's random state and data position, as plain data."""
+        """Return this rank's random state and data position, as plain data."""
         positions = [] if self._data is None else self._data.positions(trainer)
         return {
             **random_state.RandomState().state_dict(),
@@ -283,13 +291,13 @@ class ExactResume:
         }
 
     def _global_batch(self, trainer: Any) -> int | None:
-        """The samples of a step; None before the first batch, and where their number changes."""
+        """Return the samples of a step; None before the first batch, and if the number changes."""
         if self._samples is None or _is_scheduled(trainer):
             return None
         return self._samples * int(trainer.accumulate_grad_batches)
 
     def compare_batch(self, trainer: Any, batch: Any, *, own_batch: str) -> None:
-        """Note how many samples a step takes, and warn where the checkpoint was trained with another number.
+        """Store the global batch size, and warn if the checkpoint was trained with another one.
 
         Args:
             trainer: The Trainer, in its first training step.
@@ -303,41 +311,41 @@ class ExactResume:
         if before is None or size is None or _is_scheduled(trainer):
             return
         ranks, accumulate = trainer.world_size, int(trainer.accumulate_grad_batches)
-        said = another_batch(
+        note = another_batch(
             before, size, ranks=ranks, shares=shares, accumulate=accumulate, own_batch=own_batch
         )
-        if said:
-            rank_zero_warn(f"Resuming: {said}")
+        if note:
+            rank_zero_warn(f"Resuming: {note}")
 
     def load(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
-        """Take what concerns resuming out of an opened checkpoint, for `activate`. Collective.
+        """Read the state to resume from an opened checkpoint, for `activate`. Collective.
 
         Args:
-            trainer: Only its ``fit`` resumes; evaluation leaves random numbers alone.
+            trainer: The Trainer; only its ``fit`` resumes, evaluation does not.
             checkpoint: Lightning's dict; its counters are corrected.
 
         Raises:
-            CheckpointError: It holds no random state, and `strict_rng` asks for it.
+            CheckpointError: It holds no random state, and `strict_rng` is set.
         """
         ranks = checkpoint.pop(RANKS, ())
         self._opened = None
         if trainer.state.fn != "fit":
             return
-        place = interruption(checkpoint, iteration_based=trainer.max_steps != -1)
+        interrupted = interruption(checkpoint, iteration_based=trainer.max_steps != -1)
         rank, step = trainer.global_rank, checkpoint.get("global_step", 0)
         with together(control_group(), doing="reading the random state"):
             first = self._read_first(ranks)
             own = ranks[rank] if rank < first.get("world_size", 0) else None
-            opened = _Resumed(place, own, first, step)
-            if first and place is not None:
-                opened.said.extend(_put_loader_states(trainer, opened, ranks, checkpoint))
+            opened = _Resumed(interrupted, own, first, step)
+            if first and interrupted is not None:
+                opened.notes.extend(_put_loader_states(trainer, opened, ranks, checkpoint))
         self._opened = opened
 
     def activate(self) -> None:
-        """Let the next training resume at the position of the opened checkpoint.
+        """Resume the next training at the position of the opened checkpoint.
 
-        Called when Trainer restores the training state. What trained before it, since the checkpoint was
-        opened, such as a search for a learning rate, began anew.
+        Trainer calls it when it restores the training state. Training between `load` and this call, such as a
+        learning rate finder's, must start at the beginning.
         """
         opened, self._opened = self._opened, None
         if opened is None:
@@ -346,7 +354,7 @@ class ExactResume:
         if self._data is not None:
             data = (opened.own or opened.first).get("data", _NO_DATA)
             loaders = [None if saved is None else Position(**saved) for saved in data["loaders"]]
-            self._data.resume_at(opened.place, loaders)
+            self._data.resume_at(opened.interrupted, loaders)
 
     def _read_first(self, ranks: Any) -> Mapping[str, Any]:
         first: Mapping[str, Any] = ranks[0] if len(ranks) > 0 else {}
@@ -354,7 +362,7 @@ class ExactResume:
             return first
         if self.strict_rng:
             raise CheckpointError(
-                "the checkpoint holds no random state, so randomness cannot go on exactly.",
+                "the checkpoint holds no random state, so random numbers cannot resume exactly.",
                 remedy="Resume from one that an nnx strategy, or nnx.CheckpointIO, saved while training; or "
                 "pass strict_rng=False.",
             )
@@ -367,7 +375,7 @@ class ExactResume:
         return loader
 
     def start(self, trainer: Any) -> None:
-        """Restore counters and random state: the last thing before the first batch is asked for.
+        """Restore counters and random state, last of all before the first batch.
 
         Raises:
             CheckpointError: This run has other loaders; or another number of ranks, with `strict_rng`.
@@ -377,14 +385,15 @@ class ExactResume:
             return
         if self._data is not None:
             self._data.start(trainer)
-            resumed.said.extend(self._data.said)
-        if resumed.place is not None:
-            if not resumed.place.inside:
+            resumed.notes.extend(self._data.notes)
+        if resumed.interrupted is not None:
+            if not resumed.interrupted.inside:
                 begin_late(trainer)
             complete_batch(trainer)
         self._batch_before = resumed.first.get("global_batch")
+        # Setup, the sanity check and the samplers above have drawn from the generators, so these come last.
         if resumed.first:
-            said = random_state.resume(
+            note = random_state.resume(
                 None if resumed.own is None else resumed.own["rng"],
                 seed=resumed.first["rng"]["seed"],
                 rank=trainer.global_rank,
@@ -393,12 +402,12 @@ class ExactResume:
                 step=resumed.step,
                 strict=self.strict_rng,
             )
-            resumed.said.extend([said] if said else [])
-        for said in resumed.said:
-            rank_zero_warn(f"Resuming: {said}")
+            resumed.notes.extend([note] if note else [])
+        for note in resumed.notes:
+            rank_zero_warn(f"Resuming: {note}")
 
     def close(self, trainer: Any) -> None:
-        """Leave the user's loaders unchanged, and drop positions that were not resumed."""
+        """Restore the user's loaders, and drop positions that were not resumed."""
         self._opened = self._resumed = self._batch_before = None
         if self._data is not None:
             self._data.close(trainer)
@@ -411,10 +420,10 @@ def _is_scheduled(trainer: Any) -> bool:
 
 
 def _put_loader_states(trainer: Any, saved: _Resumed, ranks: Any, checkpoint: dict[str, Any]) -> list[str]:
-    """Lightning restores loaders that have a state; it would give every rank that of rank 0.
+    """Put this rank's loader states into the checkpoint: Lightning would restore rank zero's on every rank.
 
     Returns:
-        Return the note for the user.
+        The notes for the user.
     """
     if not saved.first.get("data", _NO_DATA)["stateful"]:
         return []
@@ -426,11 +435,11 @@ def _put_loader_states(trainer: Any, saved: _Resumed, ranks: Any, checkpoint: di
     if _all_equal([ranks[rank]["data"]["stateful"] for rank in range(saved_size)]):
         return [
             f"the states of the training loaders, the same on all {saved_size} ranks, are restored on "
-            f"{size} ranks: that is right unless they count what one rank has read."
+            f"{size} ranks: that is right unless they count the samples of one rank."
         ]
     loops.pop("combined_loader", None)
     return [
-        f"the training loaders start over, as each of {saved_size} ranks had a state of its own and "
+        f"the training loaders start over, because each of {saved_size} ranks had a state of its own and "
         f"this run has {size}."
     ]
 
@@ -438,5 +447,5 @@ def _put_loader_states(trainer: Any, saved: _Resumed, ranks: Any, checkpoint: di
 def _all_equal(states: Sequence[Any]) -> bool:
     try:
         return all(bool(state == states[0]) for state in states)
-    except (RuntimeError, ValueError):  # tensors and arrays in them are not compared as a whole
+    except (RuntimeError, ValueError):  # the comparison of tensors and arrays has no single truth value
         return False

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from nnx_core.view.python_state import PythonState
+from nnx_core.view.side_effects import PythonState
 
 COUNT = 0
 
@@ -103,11 +103,11 @@ def test_a_change_is_put_back_and_named(name, change):
     model = Model()
     before = PythonState(model)
     change(model)
-    assert name in [found for _, found in before.put_back()]
-    assert before.put_back() == []
+    assert name in [found for _, found in before.restore()]
+    assert before.restore() == []
     change(model)
-    assert PythonState(model).put_back() == []
-    before.put_back()
+    assert PythonState(model).restore() == []
+    before.restore()
     assert (model.count, model.see(), next(model.rates), COUNT, Meter.total) == (0, 1, 1, 0, 0)
     assert model.torch.get_state().equal(torch.Generator().get_state())
 
@@ -125,13 +125,13 @@ def test_a_change_is_put_back_and_named(name, change):
         lambda: iter({1, 2}),
     ],
 )
-def test_what_only_goes_on_is_named_when_it_did(steps):
+def test_iterators_that_cannot_be_rewound_are_named_if_they_advance(steps):
     model = nn.Linear(1, 1)
     model.steps = steps()
     before = PythonState(model)
-    assert (before.generators, before.lost()) == (["steps"], [])
+    assert (before.generators, before.advanced()) == (["steps"], [])
     next(model.steps)
-    assert before.lost() == ["steps"]
+    assert before.advanced() == ["steps"]
 
 
 def test_tensors_that_are_no_parameters_are_found():

@@ -295,7 +295,7 @@ def step_muon_on_given_gradients(shards: bool) -> Stepped:
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     from nnx_base.shard import shard_of
-    from nnx_core.optimizers.whole_matrix import OwnerRanks
+    from nnx_core.optimizers.unsharded_optimizer import OwnerRanks
 
     generator = torch.Generator().manual_seed(5)
     shapes = [(48, 64), (33, 20), (5, 7), (1, 9)]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.whole_matrix_jobs import (
+from jobs.unsharded_optimizer_jobs import (
     Result,
     Steps,
     saved_tensors,

@@ -1,16 +1,15 @@
-"""Optimizers that need more of a parameter than a rank holds: one owner rank steps each parameter whole.
+"""Step sharded parameters unsharded on owner ranks, for optimizers whose update reads more than one element.
 
-Where `nnx_core.optimizers.elementwise` finds that an update depends on the whole *parameter* (Muon, LAMB,
-Shampoo), every parameter that is held in parts gets an owner, balanced by work. In a step each owner receives
-the gradient and the weight of its parameters, the user's optimizer steps there on complete tensors, and every
-rank gets its part of the new weights back. Where an update depends on the *model* (SAM, LBFGS, a norm of all
-gradients), rank 0 owns all parameters, and the other ranks follow it: they evaluate the closure whenever its
-step does.
+`nnx_core.optimizers.optimizer_probe` finds the dependence of an update. If it is the *parameter* (Muon, LAMB,
+Shampoo), every sharded parameter gets an owner rank, balanced by work. In a step each owner receives the
+weight and the gradient of its parameters, the user's optimizer steps there on unsharded tensors, and every
+rank receives its shard of the new weights. If it is the *model* (SAM, LBFGS, a norm of all gradients), rank
+zero owns all parameters. The other ranks evaluate the closure as often as rank zero's step does.
 
-State stays with the owner, whole, and is described so. The optimizer, its groups and its state dict stay
-the user's: for the time of a step complete tensors are in its parameters' places.
+Optimizer state stays unsharded on the owner. The optimizer, its groups and its state dict remain the user's:
+unsharded stand-ins replace its parameters during a step only.
 
-This module knows parameters by the shards that an engine describes, so it serves every engine.
+The module reads only the shards that an engine describes, so it serves every engine.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ from nnx_checkpoint.reading.filling import fill_optimizer
 from nnx_checkpoint.reading.state import OptimizerState, ShardOf, describe_optimizer, parameter_names
 from nnx_core._torch_compat import run_step_hooks
 from nnx_core.errors import NnxError, UnsupportedError
-from nnx_core.optimizers.elementwise import Trial, refuse_hidden_shards, try_optimizer
+from nnx_core.optimizers.optimizer_probe import Trial, refuse_hidden_shards, try_optimizer
 from nnx_core.optimizers.owners import (
     Item,
     Owned,
-    Parcel,
     Route,
+    Transfer,
     _membership,
     choose_owners,
     empty,
     fill_from_bytes,
     from_owner,
-    tell,
+    log_owners,
     to_owner,
 )
 from nnx_core.optimizers.step_arguments import StepArguments, take_closure
@@ -69,13 +68,13 @@ _DROPPED, _WRITTEN = 1, 2
 
 
 class OwnerRanks:
-    """Steps the optimizers of one engine whose updates need whole parameters.
+    """Steps the optimizers of one engine whose updates need unsharded parameters.
 
-    An engine makes one, hands it its optimizers in `Backend.setup_optimizers`, and lets it step and describe
-    them. Optimizers of single elements, and parameters that every rank holds whole, are left to themselves.
+    An engine makes one, passes its optimizers in `Backend.setup_optimizers`, and steps and describes them
+    through it. Elementwise optimizers step on shards, and replicated parameters need no owner.
 
     Args:
-        shard: The engine's `Backend.shard`: where a parameter, or its gradient, lies.
+        shard: The engine's `Backend.shard`, which describes a parameter or its gradient.
         device: The device that this rank communicates from.
 
     Attributes:
@@ -89,7 +88,7 @@ class OwnerRanks:
         self.bytes_sent = 0
 
     def setup(self, optimizers: Sequence[Optimizer]) -> None:
-        """Find out which optimizers need owners, and choose them. Collective.
+        """Probe the optimizers, and choose owner ranks for those that need them. Collective.
 
         Raises:
             UnsupportedError: An optimizer calls collectives by itself.
@@ -99,15 +98,15 @@ class OwnerRanks:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if is_distributed() or any(isinstance(parameter, DTensor) for parameter in parameters):
                 self._owned[optimizer] = self._plan(optimizer)
-                tell(optimizer, self._owned[optimizer])
+                log_owners(optimizer, self._owned[optimizer])
 
     def _plan(self, optimizer: Optimizer) -> Owned:
         trial = self._try(optimizer)
         if trial.communicates:
             raise UnsupportedError(
-                f"{type(optimizer).__name__} calls collectives in its step, which expect whole parameters on "
-                "every rank.",
-                remedy="Use the version of it for a single device: nnx gathers what it needs.",
+                f"{type(optimizer).__name__} calls collectives in its step, which expect unsharded "
+                "parameters on every rank.",
+                remedy="Use its version for a single device: nnx gathers the parameters that it needs.",
             )
         if trial.dependence == "element":
             return Owned(trial, _membership(optimizer))
@@ -144,7 +143,8 @@ class OwnerRanks:
         return owned
 
     def _try(self, optimizer: Optimizer) -> Trial:
-        """Try an optimizer on rank 0, for all ranks: they must not come to different answers. Collective."""
+        """Probe an optimizer on rank zero, and broadcast the result. Collective."""
+        # Each rank probing for itself could give different results, such as after a failure on one of them.
         group = control_group()
 
         def on_rank_0() -> list[Trial]:
@@ -155,35 +155,33 @@ class OwnerRanks:
         def for_all(found: list[list[Trial]]) -> list[Trial]:
             return found[0] * len(found)
 
-        return exchange(
-            group, on_rank_0, for_all, doing=f"finding out what {type(optimizer).__name__} depends on"
-        )
+        return exchange(group, on_rank_0, for_all, doing=f"probing {type(optimizer).__name__}")
 
     def _take_over_state(self, optimizer: Optimizer, owned: Owned) -> None:
-        """Move sharded state that the optimizer made before to owners. Collective.
+        """Move sharded state that exists already to the owners. Collective.
 
-        Its constructor may have made it; ranks hold the same names then.
+        The optimizer's constructor may have made it. All ranks then hold entries of the same names.
         """
         rank = dist.get_rank()
         for parameter, route in owned.routes.items():
             for name, value in list(optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, Tensor):
-                    optimizer.state[parameter][name] = self._whole_state(value, parameter, route)
+                    optimizer.state[parameter][name] = self._unsharded_state(value, parameter, route)
             if route.owner != rank:
                 optimizer.state.pop(parameter, None)
 
-    def _whole_state(self, value: Tensor, parameter: nn.Parameter, route: Route) -> Tensor:
+    def _unsharded_state(self, value: Tensor, parameter: nn.Parameter, route: Route) -> Tensor:
         if isinstance(value, DTensor):
             return value.full_tensor()
         shard = self._shard(value, parameter=parameter)
         if shard.is_whole or shard.shape != route.shape:
             return value
-        whole = value.new_empty(route.shape)
-        self._exchange(to_owner([(route, shard.data, whole)]))
-        return whole
+        unsharded = value.new_empty(route.shape)
+        self._exchange(to_owner([(route, shard.data, unsharded)]))
+        return unsharded
 
     def _current(self, optimizer: Optimizer) -> Owned | None:
-        """Return the facts about an optimizer; collect them again if its groups changed. Collective then."""
+        """Return the facts about an optimizer; plan again if its groups changed. Collective then."""
         owned = self._owned.get(optimizer)
         if owned is None:
             return None
@@ -192,18 +190,18 @@ class OwnerRanks:
         return owned if owned.routes else None
 
     def refusal(self, optimizer: Optimizer) -> str | None:
-        """Why user code cannot look at an optimizer's state: it is whole, and only where it is stepped."""
+        """Return the reason why user code cannot read an optimizer's state; None if it can."""
         owned = self._owned.get(optimizer)
         if owned is None or not (owned.routes and owned.has_state):
             return None
-        return "each rank has that of the parameters that it owns"
+        return "each rank holds the state of the parameters that it owns"
 
     def serves(self, optimizer: Optimizer) -> bool:
         """Return True if owners step some of its parameters. Collective if its groups were changed."""
         return self._current(optimizer) is not None
 
     def step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run an optimizer's step, on whole parameters where it needs them. Collective.
+        """Run an optimizer's step, on unsharded parameters where its update needs them. Collective.
 
         The arguments after the optimizer are those of `Backend.optimizer_step`.
         """
@@ -212,61 +210,64 @@ class OwnerRanks:
             return step(*args, **kwargs)
         owned.has_state = True
         given = take_closure(args, kwargs)
+        # The closure computes the gradients that owners gather, on all ranks, so it must run before the step.
+        # A step that evaluates it twice, or changes a weight first, depends on the model: see the probe.
         if owned.trial.dependence == "model":
-            return _Led(self, optimizer, owned, given).step(step)
+            return _RankZeroStep(self, optimizer, owned, given).step(step)
         if given.closure is not None and owned.trial.evaluations:
             with torch.enable_grad():
                 loss = given.closure()
             args, kwargs = given.calling(lambda: loss)
         elif given.closure is not None:
             args, kwargs = given.calling(partial(_refuse_closure, optimizer))
-        places = self._gather(owned)
+        stand_ins = self._gather(owned)
         doing = f"the step of {type(optimizer).__name__}"
-        with _on_every_rank(doing, self._device), _in_places(optimizer, places):
+        with _fail_together(doing, self._device), _with_stand_ins(optimizer, stand_ins):
             result = step(*args, **kwargs)
         self._scatter(owned)
         return result
 
     @torch.no_grad()
     def _gather(self, owned: Owned) -> dict[nn.Parameter, nn.Parameter | None]:
-        """Give owners the weights and gradients of their parameters.
+        """Gather weights and gradients on the owners.
 
         Returns:
-            For every parameter that has an owner the complete one in its place; None on other ranks.
+            The unsharded stand-in of every parameter that has an owner; None on other ranks.
         """
         rank = dist.get_rank()
         has_gradient = self._have_gradients(list(owned.routes))
         items: list[Item] = []
         for (parameter, route), has in zip(owned.routes.items(), has_gradient, strict=True):
             weight = self._shard(parameter)
-            place = owned.places.get(parameter)
-            if route.owner == rank and place is None:
-                place = owned.places[parameter] = _new_place(parameter)
-            if place is not None:
-                place.grad = None
-                place.data = empty(weight, parameter)
-            items.append((route, weight.data, place))
+            stand_in = owned.stand_ins.get(parameter)
+            if route.owner == rank and stand_in is None:
+                stand_in = owned.stand_ins[parameter] = _new_stand_in(parameter)
+            if stand_in is not None:
+                stand_in.grad = None
+                stand_in.data = empty(weight, parameter)
+            items.append((route, weight.data, stand_in))
             if not has:
                 continue
-            if place is not None:
-                place.grad = torch.empty_like(place)
-            items.append((route, self._gradient(parameter, weight), None if place is None else place.grad))
+            if stand_in is not None:
+                stand_in.grad = torch.empty_like(stand_in)
+            unsharded = None if stand_in is None else stand_in.grad
+            items.append((route, self._gradient(parameter, weight), unsharded))
         self._exchange(to_owner(items))
         owned.gradients = {
-            parameter: (place.grad, place.grad._version)
-            for parameter, place in owned.places.items()
-            if place.grad is not None
+            parameter: (stand_in.grad, stand_in.grad._version)
+            for parameter, stand_in in owned.stand_ins.items()
+            if stand_in.grad is not None
         }
-        return {parameter: owned.places.get(parameter) for parameter in owned.routes}
+        return {parameter: owned.stand_ins.get(parameter) for parameter in owned.routes}
 
     def _have_gradients(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
-        """Which parameters have a gradient on some rank."""
+        """Return True for each parameter that has a gradient on some rank. Collective."""
         flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self._device)
         all_reduce(flags, dist.ReduceOp.MAX)
         return [bool(flag) for flag in flags.tolist()]
 
     def _gradient(self, parameter: nn.Parameter, weight: Shard) -> tuple[Tensor, ...]:
-        """This rank's part of a gradient; zeros where only other ranks have one."""
+        """Return this rank's shard of a gradient; zeros if only other ranks have one."""
         gradient = parameter.grad
         if gradient is None:
             return tuple(torch.zeros_like(view) for view in weight.data)
@@ -276,16 +277,16 @@ class OwnerRanks:
 
     @torch.no_grad()
     def _scatter(self, owned: Owned) -> None:
-        """Give every rank its part of what owners have in their parameters' places, and free these."""
+        """Scatter the stand-ins of the owners to the shards, and free their memory."""
         items: list[Item] = [
-            (route, self._shard(parameter).data, owned.places.get(parameter))
+            (route, self._shard(parameter).data, owned.stand_ins.get(parameter))
             for parameter, route in owned.routes.items()
         ]
         self._exchange(from_owner([*items, *self._changed_gradients(owned)]))
         owned.gradients.clear()
-        for place in owned.places.values():
-            place.grad = None
-            place.data = place.data.new_empty(0)
+        for stand_in in owned.stand_ins.values():
+            stand_in.grad = None
+            stand_in.data = stand_in.data.new_empty(0)
 
     def _changed_gradients(self, owned: Owned) -> list[Item]:
         """Drop gradients that the step has dropped; return those that it has written. Collective.
@@ -294,12 +295,12 @@ class OwnerRanks:
         """
         flags = torch.zeros(len(owned.routes), dtype=torch.uint8, device=self._device)
         for index, parameter in enumerate(owned.routes):
-            place, given = owned.places.get(parameter), owned.gradients.get(parameter)
-            if place is None or given is None:
+            stand_in, given = owned.stand_ins.get(parameter), owned.gradients.get(parameter)
+            if stand_in is None or given is None:
                 continue
-            if place.grad is None:
+            if stand_in.grad is None:
                 flags[index] = _DROPPED
-            elif place.grad is not given[0] or place.grad._version != given[1]:
+            elif stand_in.grad is not given[0] or stand_in.grad._version != given[1]:
                 flags[index] = _WRITTEN
         all_reduce(flags, dist.ReduceOp.MAX)
         items: list[Item] = []
@@ -307,27 +308,28 @@ class OwnerRanks:
             if flag == _DROPPED:
                 parameter.grad = None
             elif flag == _WRITTEN:
-                place = owned.places.get(parameter)
+                stand_in = owned.stand_ins.get(parameter)
                 own = self._gradient(parameter, self._shard(parameter))
-                items.append((route, own, None if place is None else place.grad))
+                items.append((route, own, None if stand_in is None else stand_in.grad))
         return items
 
-    def _exchange(self, parcels: Sequence[Parcel]) -> None:
-        """Send pieces of tensors where they belong, all of them in one collective."""
+    def _exchange(self, transfers: Sequence[Transfer]) -> None:
+        """Send slices of tensors to their target ranks, all in one collective."""
         rank, size = dist.get_rank(), dist.get_world_size()
         out: list[list[Tensor]] = [[] for _ in range(size)]
         into: list[list[Tensor]] = [[] for _ in range(size)]
-        for parcel in parcels:
-            if parcel.source == parcel.target == rank:
-                parcel.received.copy_(parcel.sent)
-            elif parcel.source == rank:
-                out[parcel.target].append(as_bytes(parcel.sent.to(self._device)))
-            elif parcel.target == rank:
-                into[parcel.source].append(parcel.received)
-        sent = torch.cat([piece for pieces in out for piece in pieces] or [self._no_bytes()])
+        for transfer in transfers:
+            if transfer.source == transfer.target == rank:
+                transfer.received.copy_(transfer.sent)
+            elif transfer.source == rank:
+                out[transfer.target].append(as_bytes(transfer.sent.to(self._device)))
+            elif transfer.target == rank:
+                into[transfer.source].append(transfer.received)
+        # Every rank lists the same transfers in the same order, so the bytes need no header.
+        sent = torch.cat([data for of_rank in out for data in of_rank] or [self._no_bytes()])
         output_splits = [sum(view.numel() * view.element_size() for view in views) for views in into]
         received = self._no_bytes(sum(output_splits))
-        splits = [sum(piece.numel() for piece in pieces) for pieces in out]
+        splits = [sum(data.numel() for data in of_rank) for of_rank in out]
         dist.all_to_all_single(received, sent, output_splits, splits)
         self.bytes_sent += sent.numel()
         reached = 0
@@ -340,12 +342,12 @@ class OwnerRanks:
         return torch.empty(count, dtype=torch.uint8, device=self._device)
 
     def describe(self, module: nn.Module, optimizer: Optimizer, *, alone: bool = False) -> OptimizerState:
-        """Describe an optimizer's state: owners hold theirs whole, other ranks nothing of it. Collective.
+        """Describe an optimizer's state: owners hold theirs unsharded, other ranks none of it. Collective.
 
         Args:
             module: Owner of the parameters.
             optimizer: The optimizer with the state.
-            alone: Describe what this rank holds only, without communicating.
+            alone: Describe only the state on this rank, without communication.
         """
         owned = self._owned.get(optimizer)
         routes: Mapping[nn.Parameter, Route] = {} if owned is None else owned.routes
@@ -367,13 +369,13 @@ class OwnerRanks:
         return state
 
     def load(self, backend: Any, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
-        """Restore an optimizer in place; each rank fills the state that it owns, and its shards.
+        """Restore an optimizer in place: each rank fills the state that it owns, and its shards.
 
         Args:
             backend: Allocates the state of parameters that have no owner.
             module: Owner of the parameters.
             optimizer: The optimizer to restore.
-            saved: As for `Backend.load_optimizer_state`.
+            saved: The state, see `Backend.load_optimizer_state`.
         """
         owned = self._owned.get(optimizer)
         if owned is None or not owned.routes:
@@ -388,29 +390,31 @@ class OwnerRanks:
         fill_optimizer(_OwnState(self, backend, owned), module, optimizer, own)
 
 
-def _new_place(parameter: nn.Parameter) -> nn.Parameter:
-    """A plain parameter with the attributes that the user gave the engine's."""
+def _new_stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """Make an empty plain parameter with the user's attributes of the engine's parameter."""
     with torch.no_grad():
-        place = nn.Parameter(torch.empty(0, device=parameter.device), requires_grad=False)
-    place.requires_grad_(parameter.requires_grad)
-    vars(place).update(vars(parameter))
-    return place
+        stand_in = nn.Parameter(torch.empty(0, device=parameter.device), requires_grad=False)
+    stand_in.requires_grad_(parameter.requires_grad)
+    vars(stand_in).update(vars(parameter))
+    return stand_in
 
 
 @contextmanager
-def _in_places(optimizer: Optimizer, places: Mapping[nn.Parameter, nn.Parameter | None]) -> Iterator[None]:
-    """Give the optimizer, and the objects in it, the complete parameters that it owns, in a context."""
-    forward = {id(parameter): place for parameter, place in places.items()}
-    changed = _Replaced()
-    changed.walk(optimizer, forward)
+def _with_stand_ins(
+    optimizer: Optimizer, stand_ins: Mapping[nn.Parameter, nn.Parameter | None]
+) -> Iterator[None]:
+    """Replace parameters by their stand-ins in the optimizer and the objects in it, in a context."""
+    forward = {id(parameter): stand_in for parameter, stand_in in stand_ins.items()}
+    replaced = _Replaced()
+    replaced.walk(optimizer, forward)
     try:
         yield
     finally:
-        changed.give_back({place: parameter for parameter, place in places.items() if place is not None})
+        replaced.restore({new: parameter for parameter, new in stand_ins.items() if new is not None})
 
 
 class _Replaced:
-    """Containers of an optimizer in which parameters were replaced, and how to give them back."""
+    """The containers of an optimizer in which stand-ins replaced parameters."""
 
     def __init__(self) -> None:
         self._lists: list[tuple[list[Any], list[Any]]] = []
@@ -418,41 +422,48 @@ class _Replaced:
         self._dicts: list[dict[Any, Any]] = []
         self._seen: set[int] = set()
 
-    def walk(self, value: Any, places: Mapping[int, nn.Parameter | None], depth: int = 0) -> None:
-        """Replace parameters in lists and keys of dicts, in attributes of optimizers too."""
+    def walk(self, value: Any, stand_ins: Mapping[int, nn.Parameter | None], depth: int = 0) -> None:
+        """Replace parameters in lists and in keys of dicts, also in attributes of optimizers.
+
+        Wrappers such as Lookahead, and optimizers of several optimizers, hold parameters outside of
+        ``param_groups``, so the walk covers attributes. Its depth is limited, as they may refer to anything.
+        """
         if id(value) in self._seen or depth > 4 or isinstance(value, Tensor):
             return
         self._seen.add(id(value))
         if isinstance(value, Optimizer):
             for attribute in vars(value).values():
-                self.walk(attribute, places, depth + 1)
+                self.walk(attribute, stand_ins, depth + 1)
         elif isinstance(value, list):
-            self._in_list(value, places, depth)
+            self._in_list(value, stand_ins, depth)
         elif isinstance(value, dict):
-            self._in_dict(value, places, depth)
+            self._in_dict(value, stand_ins, depth)
         elif isinstance(value, tuple):
             for item in value:
-                self.walk(item, places, depth + 1)
+                self.walk(item, stand_ins, depth + 1)
 
-    def _in_list(self, value: list[Any], places: Mapping[int, nn.Parameter | None], depth: int) -> None:
-        if not any(id(item) in places for item in value):
+    def _in_list(self, value: list[Any], stand_ins: Mapping[int, nn.Parameter | None], depth: int) -> None:
+        if not any(id(item) in stand_ins for item in value):
             for item in value:
-                self.walk(item, places, depth + 1)
+                self.walk(item, stand_ins, depth + 1)
             return
         self._lists.append((value, list(value)))
-        value[:] = [item for item in (places.get(id(item), item) for item in value) if item is not None]
+        # Parameters of other owners have no stand-in and drop out: the step must not touch their shards.
+        value[:] = [item for item in (stand_ins.get(id(item), item) for item in value) if item is not None]
 
-    def _in_dict(self, value: dict[Any, Any], places: Mapping[int, nn.Parameter | None], depth: int) -> None:
+    def _in_dict(
+        self, value: dict[Any, Any], stand_ins: Mapping[int, nn.Parameter | None], depth: int
+    ) -> None:
         self._dicts.append(value)
         for key in list(value):
-            place = places.get(id(key))
-            if place is not None:
-                value[place] = value.pop(key)
+            stand_in = stand_ins.get(id(key))
+            if stand_in is not None:
+                value[stand_in] = value.pop(key)
         for item in value.values():
-            self.walk(item, places, depth + 1)
+            self.walk(item, stand_ins, depth + 1)
 
-    def give_back(self, parameters: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Put the user's parameters back, also for state that was made meanwhile."""
+    def restore(self, parameters: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Restore the user's parameters, also as keys of state that the step made."""
         for value, before in self._lists:
             value[:] = before
         for entries in self._dicts:
@@ -461,17 +472,17 @@ class _Replaced:
 
 
 def _refuse_closure(optimizer: Optimizer) -> Any:
-    """The closure for an optimizer that called none when it was probed."""
+    """Refuse a call of the closure by an optimizer that called none when it was probed."""
     raise UnsupportedError(
-        f"the step of {type(optimizer).__name__} calls its closure, and did not when it was tried, so that "
-        "its parameters were gathered before the backward.",
-        remedy="Let its step call the closure first, whatever its options and state are.",
+        f"the step of {type(optimizer).__name__} calls its closure, and did not when it was probed, so its "
+        "parameters were gathered before the backward.",
+        remedy="Call the closure first in its step, for all options and states.",
     )
 
 
 @contextmanager
-def _on_every_rank(doing: str, device: torch.device) -> Iterator[None]:
-    """Let a failure of one rank fail all ranks, before they wait for each other."""
+def _fail_together(doing: str, device: torch.device) -> Iterator[None]:
+    """Raise on every rank if the block fails on one: the others would wait for it in the next collective."""
     error: Exception | None = None
     try:
         yield
@@ -485,14 +496,17 @@ def _on_every_rank(doing: str, device: torch.device) -> Iterator[None]:
         raise NnxError(f"{doing} failed on another rank.", remedy="Look at the error of that rank.")
 
 
-class _Led:
-    """One step of an optimizer that rank 0 takes for all, and that the other ranks follow.
+class _RankZeroStep:
+    """One step of an optimizer that runs on rank zero, while the other ranks serve its closure calls.
+
+    The optimizer decides when, how often and at which weights it evaluates the closure. The closure is
+    collective, so rank zero broadcasts a command before each evaluation, and one when its step ends.
 
     Args:
         owners: The owner ranks, which move tensors.
-        optimizer: The user's.
-        owned: Describes the owned parameter.
-        given: The arguments of the step, whose closure every rank has to evaluate together.
+        optimizer: The user's optimizer.
+        owned: The facts about it.
+        given: The arguments of the step.
     """
 
     def __init__(self, owners: OwnerRanks, optimizer: Optimizer, owned: Owned, given: StepArguments) -> None:
@@ -501,16 +515,16 @@ class _Led:
         self._replaced: _Replaced | None = None
 
     def step(self, step: Callable[..., T]) -> T:
-        """Run the step on rank 0; elsewhere evaluate the closure whenever it does."""
-        places = self._owners._gather(self._owned)
+        """Run the step on rank zero; the other ranks evaluate the closure on its commands."""
+        stand_ins = self._owners._gather(self._owned)
         if dist.get_rank() == 0:
-            return self._lead(step, places)
+            return self._step_on_rank_zero(step, stand_ins)
         args, kwargs = self._given.calling(self._given.closure)
         run_step_hooks(self._optimizer, args, kwargs, before=True)
-        command = self._hear()
+        command = self._receive()
         while command == _EVALUATE:
             self._evaluate()
-            command = self._hear()
+            command = self._receive()
         if command == _FAILED:
             raise NnxError(
                 f"the step of {type(self._optimizer).__name__} failed on rank 0.",
@@ -520,26 +534,28 @@ class _Led:
         run_step_hooks(self._optimizer, args, kwargs, before=False)
         return cast(T, self._result)
 
-    def _lead(self, step: Callable[..., T], places: Mapping[nn.Parameter, nn.Parameter | None]) -> T:
+    def _step_on_rank_zero(
+        self, step: Callable[..., T], stand_ins: Mapping[nn.Parameter, nn.Parameter | None]
+    ) -> T:
         closure = None if self._given.closure is None else self._evaluate_everywhere
         args, kwargs = self._given.calling(closure)
-        self._put(places)
+        self._replace(stand_ins)
         try:
             result = step(*args, **kwargs)
         except Exception:
-            self._give_back()
-            self._say(_FAILED)
+            self._restore()
+            self._send(_FAILED)
             raise
-        self._give_back()
-        self._say(_DONE)
+        self._restore()
+        self._send(_DONE)
         self._owners._scatter(self._owned)
         return result
 
     def _evaluate_everywhere(self) -> Any:
-        """The closure as rank 0's optimizer sees it: at the weights of now, with the loss of all ranks."""
-        self._give_back()
-        self._say(_EVALUATE)
-        self._put(self._evaluate())
+        """Evaluate the closure on every rank at rank zero's current weights; return the mean loss."""
+        self._restore()  # a `zero_grad` in the closure must reach the model's own parameters
+        self._send(_EVALUATE)
+        self._replace(self._evaluate())
         return self._result
 
     def _evaluate(self) -> Mapping[nn.Parameter, nn.Parameter | None]:
@@ -550,7 +566,7 @@ class _Led:
         return self._owners._gather(self._owned)
 
     def _mean(self, loss: Any) -> Any:
-        """The mean of a loss over the ranks: what one process would have computed."""
+        """Return the mean of a loss over the ranks, which is the loss of one process."""
         if not isinstance(loss, Tensor | float | int):
             return loss
         mean = torch.as_tensor(loss).detach().to(self._owners._device, copy=True)
@@ -559,19 +575,19 @@ class _Led:
         mean /= dist.get_world_size()
         return mean if isinstance(loss, Tensor) else mean.item()
 
-    def _put(self, places: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
+    def _replace(self, stand_ins: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
         self._replaced = _Replaced()
-        self._replaced.walk(self._optimizer, {id(parameter): place for parameter, place in places.items()})
+        self._replaced.walk(self._optimizer, {id(parameter): new for parameter, new in stand_ins.items()})
 
-    def _give_back(self) -> None:
+    def _restore(self) -> None:
         if self._replaced is not None:
-            self._replaced.give_back({place: own for own, place in self._owned.places.items()})
+            self._replaced.restore({new: parameter for parameter, new in self._owned.stand_ins.items()})
         self._replaced = None
 
-    def _say(self, command: int) -> None:
+    def _send(self, command: int) -> None:
         dist.broadcast(torch.tensor(command, device=self._owners._device), src=0)
 
-    def _hear(self) -> int:
+    def _receive(self) -> int:
         command = torch.tensor(_DONE, device=self._owners._device)
         dist.broadcast(command, src=0)
         return int(command)
@@ -579,17 +595,17 @@ class _Led:
 
 @dataclass(frozen=True, slots=True)
 class _Elsewhere:
-    """Stands for a tensor of an owner's state where other ranks describe it."""
+    """Describes a tensor of an owner's state to the other ranks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def _share(own: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The state of all owners, as every rank describes it.
+    """Return the state of all owners, as every rank describes it. Collective.
 
-    Tensors of others are shards without a box here. Other values are known everywhere; those with tensors
-    in them, as lists of preconditioners, only to rank 0, which writes them.
+    Tensors of other owners are shards without a box. Other values are copied to every rank, except those with
+    tensors in them, such as lists of preconditioners: they can be large, and only rank zero writes them.
     """
     known = {
         name: {
@@ -628,13 +644,13 @@ def _has_tensors(value: Any) -> bool:
 
 
 class _OwnState:
-    """The backend for `fill_optimizer`, where owners hold complete state."""
+    """Stands in for the backend in `fill_optimizer`, where owners hold unsharded state."""
 
     def __init__(self, owners: OwnerRanks, backend: Any, owned: Owned) -> None:
         self._owners, self._backend, self._owned = owners, backend, owned
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
-        """This rank's handles."""
+        """Return this rank's handles."""
         return self._owners.describe(module, optimizer, alone=True)
 
     def new_optimizer_state(
@@ -646,7 +662,7 @@ class _OwnState:
         dtype: torch.dtype,
         group: Mapping[str, Any],
     ) -> Tensor:
-        """Allocate a state tensor; whole for a parameter of this rank's own."""
+        """Allocate a state tensor; unsharded for a parameter that this rank owns."""
         if parameter not in self._owned.routes:
             made: Tensor = self._backend.new_optimizer_state(
                 parameter, name, shape=shape, dtype=dtype, group=group

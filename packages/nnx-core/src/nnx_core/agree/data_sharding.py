@@ -1,8 +1,7 @@
-"""Share the data between groups of ranks that compute one batch together.
+"""Divide the data between groups of ranks that compute one batch together.
 
-Where an engine splits a model over ranks, these read the same share of the data. This module owns what
-follows from it outside of the engine: which ranks they are, and the comparison of the batches that must be
-equal.
+The ranks that an engine splits a model over read the same share of the data. This module finds these ranks,
+and compares their batches, which must be equal.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ from torch.distributed.tensor import DTensor
 
 from nnx_base._torch_compat import default_group
 from nnx_base.ranks import all_gather_object, control_group, is_distributed
-from nnx_core.agree.watch import checksum
+from nnx_core.agree.divergence import checksum
 from nnx_core.errors import DisagreementError, UnsupportedError
 
 _FIRST = 3
 _EVERY = 100
 _DEEPEST = 4
-"""How many objects inside each other a batch is looked through, which may refer to anything."""
+"""The depth to which a batch is searched: its objects may refer to anything."""
 _groups: dict[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The shares of the data in a world in which they are fewer than ranks.
+    """The shares of the data in a world with fewer shares than ranks.
 
     Attributes:
         rank: The share that this rank reads.
-        size: Number of shares.
+        size: The number of shares.
         is_first: True if no lower rank reads the same share.
-        across: One rank of every share, in their order, for tensors of the device; None with one share.
-        within: The ranks that read this share, as a gloo group.
+        across: The group of one rank of every share, in order, with the device's backend; None for one share.
+        within: The gloo group of the ranks that read this share.
     """
 
     rank: int
@@ -51,14 +50,14 @@ class Shares:
 
 
 def make_shares(rank: int, size: int) -> Shares | None:
-    """The shares of a world, from the share that each rank reads; None where each has its own. Collective.
+    """Describe the shares of the data in this world; None if every rank reads its own share. Collective.
 
     Args:
         rank: The share that this rank reads.
-        size: Number of shares, the same on all ranks.
+        size: The number of shares, the same on all ranks.
 
     Raises:
-        UnsupportedError: Shares have different numbers of ranks.
+        UnsupportedError: Shards have different numbers of ranks.
     """
     if not is_distributed() or size == dist.get_world_size():
         return None
@@ -67,7 +66,8 @@ def make_shares(rank: int, size: int) -> Shares | None:
     if len({len(ranks) for ranks in members}) > 1:
         raise UnsupportedError(
             f"the shares of the data are read by {', '.join(str(len(ranks)) for ranks in members)} ranks.",
-            remedy="Let the engine's `data_parallel_rank_and_size` give every share as many ranks.",
+            remedy="Return equally many ranks for every share from the engine's "
+            "`data_parallel_rank_and_size`.",
         )
     lines = [list(line) for line in zip(*members, strict=True)]
     across = _group_among(lines, backend=None) if size > 1 else None
@@ -76,10 +76,10 @@ def make_shares(rank: int, size: int) -> Shares | None:
 
 
 def _group_among(lists: list[list[int]], *, backend: str | None) -> dist.ProcessGroup:
-    """The group of this rank among groups that have every rank once; made once for a world. Collective."""
+    """Return the group of this rank in a partition of the ranks; cached per world. Collective."""
     world = default_group()
     if world not in _groups:
-        _groups.clear()  # of a world that was destroyed since
+        _groups.clear()  # drop groups of destroyed worlds
     made = _groups.setdefault(world, {})
     key = (backend, *map(tuple, lists))
     if key not in made:
@@ -88,11 +88,11 @@ def _group_among(lists: list[list[int]], *, backend: str | None) -> dist.Process
 
 
 class SharedBatches:
-    """Compares the batches of ranks that must have the same one: the first, and every so often.
+    """Compares the batches of ranks that read the same share: the first ones, and then at an interval.
 
     Args:
-        shares: The shares of this run; None where every rank has its own.
-        every: After how many batches, 0 for never; by default 100.
+        shares: The shares of this run; None if every rank reads its own.
+        every: The interval in batches; None for 100, 0 for never.
     """
 
     def __init__(self, shares: Shares | None, *, every: int | None) -> None:
@@ -101,16 +101,16 @@ class SharedBatches:
         self._counts: Counter[str] = Counter()
 
     def compare(self, batch: Any, *, where: str, begins: bool = False, in_step: bool = False) -> None:
-        """Count a batch, and compare it if it is time. Collective when it is.
+        """Count a batch, and compare it if it is due. Collective then.
 
         Args:
-            batch: The batch that this rank was given.
-            where: Names the step that gets it and the loader; each is counted for itself.
-            begins: True if it is the first one of a pass over the data.
-            in_step: True if all ranks of the world come here equally often, so that all see the error.
+            batch: The batch of this rank.
+            where: The name of the step and the loader; each name has its own count.
+            begins: True for the first batch of a pass over the data.
+            in_step: True if all ranks of the world call this equally often, so that all raise the error.
 
         Raises:
-            DisagreementError: Ranks that compute one batch together have different ones.
+            DisagreementError: Ranks that compute one batch together have different batches.
         """
         if self._shares is None or self._every == 0 or isinstance(batch, Iterator):
             return
@@ -134,15 +134,15 @@ def _different(where: str, model: int, rank: int, shares: Shares) -> Disagreemen
         f"rank {rank} has another batch than rank {model} in {where}, and they compute one batch together: "
         f"{dist.get_world_size()} ranks read {shares.size} "
         f"{'share' if shares.size == 1 else 'shares'} of the data.",
-        remedy="If the script generates its data, call seed_everything(0) before, so that every rank has the "
-        "same. Else divide the data by `trainer.distributed_sampler_kwargs` (`num_replicas` and `rank`), not "
-        "by what torch.distributed says, and shuffle with the same seed on all ranks. check_every=0 goes on "
-        "without looking.",
+        remedy="If the script generates its data, call seed_everything(0) before, so that it is equal on all "
+        "ranks. Otherwise divide the data by `trainer.distributed_sampler_kwargs` (`num_replicas` and "
+        "`rank`), not by torch.distributed, and shuffle with the same seed on all ranks. check_every=0 "
+        "turns the comparison off.",
     )
 
 
 def _digest(batch: Any) -> int:
-    """A number that depends on every tensor of a batch, on numbers and text in it, and on their order."""
+    """Return a number that depends on all tensors, numbers and texts of a batch, and on their order."""
     texts: list[str] = []
     sums: dict[torch.device, list[Tensor]] = {}
     for leaf in _leaves(batch, _DEEPEST):

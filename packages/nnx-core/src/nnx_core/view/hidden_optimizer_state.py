@@ -1,9 +1,9 @@
-"""An optimizer's state that is elsewhere, or sharded, during training, and its view in user code.
+"""Hide an optimizer's state that is sharded or offloaded during training, until user code accesses it.
 
-A sum over the state would be one rank's, and a change might have no effect. So between steps another object
-stands in the state's place, and notices whoever touches it. What happens then is the engine's choice: either
-the tensors look whole (`nnx_core.view.guard`) from then on, or there is an error. Nobody pays who does not
-look. The engine has the state to itself in steps and checkpoints, and at the end it is everybody's.
+A sum over such state would be one rank's, and a write might have no effect. So between steps a stand-in
+replaces `optimizer.state`, and detects every access. Then, by the choice of the engine, the tensors read as
+unsharded (`nnx_core.view.guard`) from then on, or the access raises. Without an access there is no cost. The
+engine has the plain state in steps and checkpoints, and user code gets it back after training.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from torch.optim import Optimizer
 
 from nnx_base.clean_up import clean_up
 from nnx_core.errors import UnsupportedError
-from nnx_core.view.guard import Guard, Part, guard, show_plain, show_whole, unguard
+from nnx_core.view.guard import Guard, Part, guard, show_plain, show_unsharded, unguard
 
-_REMEDY = "Look at it in a checkpoint or when `fit` is over, or use strategy 'fsdp_auto'."
+_REMEDY = "Read it in a checkpoint or after `fit`, or use strategy 'fsdp_auto'."
 
 
 class StateParts(Protocol):
     """An engine's sharded optimizer state."""
 
     def refusal(self, optimizer: Optimizer) -> str | None:
-        """Where the state is, if it cannot be shown: "it lies in ..."; the same on all ranks."""
+        """Return the location of state that cannot be shown, equal on all ranks; None if it can."""
 
     def part(self, value: Tensor, parameter: nn.Parameter, name: str) -> Part | None:
-        """Return the part of a tensor in the state; None if this rank holds all of it.
+        """Return the part of a tensor in the state; None if this rank stores it unsharded.
 
         Args:
             value: The tensor.
-            parameter: The parameter it belongs to.
-            name: The name of it in the state, such as ``exp_avg``.
+            parameter: The parameter that it belongs to.
+            name: Its name in the state, such as ``exp_avg``.
         """
 
     def own(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
-        """This rank's part of what user code has put into the state of a parameter; itself if it is none."""
+        """Return this rank's shard of a tensor that user code put into the state; itself if not sharded."""
 
     def key(self, parameter: Any) -> Any:
-        """The parameter that the optimizer has, of what user code may have in its place."""
+        """Return the optimizer's parameter for a key of user code, such as a gathered parameter."""
 
 
 class HiddenState:
-    """Hides the state of one optimizer from user code, or shows it whole.
+    """Hides the state of one optimizer from user code, or shows it as unsharded.
 
     Args:
-        optimizer: The user's.
-        where: The place of the state, for errors: "it lies in ...".
-        parts: Shows it whole; None if nothing can, so that touching it is an error.
+        optimizer: The user's optimizer.
+        where: The location of the state, for errors.
+        parts: Shows the state as unsharded; None if an access must raise.
     """
 
     def __init__(self, optimizer: Optimizer, where: str = "", parts: StateParts | None = None) -> None:
@@ -61,16 +61,16 @@ class HiddenState:
         self._stand_in = cast("Any", _StandIn(self, lambda key: parts.key(key) if parts else key))
         self._where = where
         self._parts = parts
-        self._is_whole = False  # user code has looked at it, and may do so again by what it holds of it
-        self._is_shown = False  # to the engine, or to everybody after the end
+        self._was_accessed = False  # user code has accessed it, and may hold references to its tensors
+        self._is_shown = False  # to the engine, or to user code after training
         optimizer.state = self._stand_in
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Show the engine's state, around code other than the user's; reentrant.
+        """Show the engine's own state, in a context without user code; reentrant.
 
         Raises:
-            UnsupportedError: User code has given the optimizer another state, of which no part can be taken.
+            UnsupportedError: User code has assigned another state, which cannot be sharded.
         """
         if self._is_shown:
             yield
@@ -89,7 +89,7 @@ class HiddenState:
             yield
 
     def touched(self) -> Any:
-        """User code looks at the state: show it whole.
+        """Show the state as unsharded, because user code accesses it.
 
         Returns:
             The state.
@@ -102,48 +102,48 @@ class HiddenState:
             raise UnsupportedError(
                 f"`optimizer.state` was read or written while training; {refusal}.", remedy=_REMEDY
             )
-        if not (self._is_shown or self._is_whole):
-            self._is_whole = True
-            self._show_wholes()
+        if not (self._is_shown or self._was_accessed):
+            self._was_accessed = True
+            self._show_unsharded()
         return self._state
 
     @property
     def held(self) -> Any:
-        """The state itself."""
+        """The state itself, without the stand-in."""
         return self._optimizer.state if self._is_shown else self._state
 
     def _take(self) -> None:
-        """Take the state over from user code, with its changes."""
+        """Take the state over from user code, with the changes that it made."""
         state = self._optimizer.state
         if state is not self._stand_in:
             if self._parts is None:
                 raise UnsupportedError(
-                    f"the optimizer was given another state while training; {self._where}.",
+                    f"another state was assigned to the optimizer while training; {self._where}.",
                     remedy="Resume by `ckpt_path`, or load the state before training, or use 'fsdp_auto'.",
                 )
-            self._state, self._is_whole = state, True
-        if self._is_whole and self._parts is not None:
-            self._take_parts(self._parts)
+            self._state, self._was_accessed = state, True
+        if self._was_accessed and self._parts is not None:
+            self._take_shards(self._parts)
         self._is_shown, self._optimizer.state = True, self._state
 
     def _hide(self) -> None:
         self._is_shown, self._state = False, self._optimizer.state
         self._optimizer.state = self._stand_in
-        if self._is_whole:
-            self._show_wholes()
+        if self._was_accessed:
+            self._show_unsharded()
 
-    def _show_wholes(self) -> None:
+    def _show_unsharded(self) -> None:
         if self._parts is None:
             return
         for parameter, _, name, value in self._tensors():
             if "_part" in vars(value):
-                show_whole(value)
+                show_unsharded(value)
                 continue
             part = self._parts.part(value, parameter, name)
             if part is not None:
                 guard(value, part)
 
-    def _take_parts(self, parts: StateParts) -> None:
+    def _take_shards(self, parts: StateParts) -> None:
         for parameter, entries, name, value in self._tensors():
             if isinstance(value, Guard):
                 value._part.flush()
@@ -152,7 +152,7 @@ class HiddenState:
                 entries[name] = parts.own(value, parameter)
 
     def _tensors(self) -> Iterator[tuple[nn.Parameter, dict[str, Any], str, Any]]:
-        """Every tensor in the state: its parameter, where it is, and by which name."""
+        """Yield every tensor in the state with its parameter, its dict, and its name there."""
         for parameter, entries in self._state.items():
             if isinstance(parameter, Tensor) and isinstance(entries, dict):
                 for name, value in list(entries.items()):
@@ -160,7 +160,7 @@ class HiddenState:
                         yield cast("nn.Parameter", parameter), entries, name, value
 
     def remove(self) -> None:
-        """Let everybody touch the state again, also after an error."""
+        """Show the state to user code again, also after an error."""
         if self._is_shown:
             return
         if self._parts is not None:
@@ -168,24 +168,24 @@ class HiddenState:
         self._is_shown, self._optimizer.state = True, self._state
         for _, _, _, value in self._tensors():
             if "_part" in vars(value):
-                show_whole(value)
+                show_unsharded(value)
                 unguard(value)
 
 
 def held_state(optimizer: Optimizer) -> Any:
-    """The state itself, hidden or not: for an engine that looks at it beside the main thread."""
+    """Return the state itself, hidden or not, for an engine that reads it outside of the main thread."""
     state = optimizer.state
     return state.owner.held if isinstance(state, _StandIn) else state
 
 
 class HiddenStates:
-    """The states of an engine's optimizers, by optimizer."""
+    """The hidden states of an engine, by optimizer."""
 
     def __init__(self) -> None:
         self._hidden: WeakKeyDictionary[Optimizer, HiddenState] = WeakKeyDictionary()
 
     def hide(self, optimizer: Optimizer, where: str = "", parts: StateParts | None = None) -> None:
-        """Hide one, as `HiddenState` says, unless it is hidden."""
+        """Hide the state of an optimizer, see `HiddenState` (unless it is hidden)."""
         if optimizer not in self._hidden:
             self._hidden[optimizer] = HiddenState(optimizer, where, parts)
 
@@ -195,7 +195,7 @@ class HiddenStates:
         return [] if state is None else [state]
 
     def remove(self) -> None:
-        """Let everybody touch these states again."""
+        """Show all states to user code again."""
         for state in self._hidden.values():
             state.remove()
         self._hidden.clear()
@@ -216,11 +216,11 @@ def _keyed(name: str) -> Any:
 
 
 class _StandIn(dict[Any, Any]):
-    """Stands in the place of the state, and forwards every access to the state.
+    """Replaces the state, and forwards every access to it.
 
     Args:
-        owner: Gives the state, or refuses.
-        key: Gives the parameter that the state knows.
+        owner: Returns the state on an access, or raises.
+        key: Returns the optimizer's parameter for a key of user code.
     """
 
     def __init__(self, owner: HiddenState, key: Callable[[Any], Any]) -> None:

@@ -1,9 +1,9 @@
-"""Probe what one element's update of an optimizer depends on, without a list of names.
+"""Probe the dependence of one element's update in an optimizer, without a list of names.
 
-SGD, Adam, Lion look at one element at a time and do the same on a part of a parameter as on the whole.
-LAMB, Muon, Adafactor look at norms, rows or columns of a parameter; SAM, LBFGS and whatever divides by the
-norm of all gradients look at the whole model. A copy of the optimizer steps on small tensors: whole, in
-parts, together and apart. The optimizer itself and the random state of the program stay as they are.
+SGD, Adam and Lion read one element at a time, so they can step on shards. LAMB, Muon and Adafactor read
+norms, rows or columns of a parameter. SAM, LBFGS and optimizers that divide by the norm of all gradients read
+the whole model. The probe steps a copy of the optimizer on small tensors: uncut, cut in two, together and
+apart. Different results show the dependence. The optimizer and the program's random state do not change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Dependence = Literal["element", "parameter", "model"]
 Shape = tuple[int, ...]
 
 _LARGEST = {0: 1, 1: 256, 2: 192, 3: 24, 4: 16}
-"""How large a dim of a tried tensor may be, by their number: large enough for code that asks for sizes."""
+"""The largest size of a dim of a probed tensor, by the number of dims: enough for code that checks sizes."""
 _GENERIC: tuple[Shape, ...] = ((32, 48), (16, 4, 3, 3))
 _FEWEST_STEPS, _MOST_STEPS = 4, 24
 _SCALES = (1.0, 64.0, 0.125, 2.0)
@@ -46,11 +46,11 @@ class Trial:
     """The result of probing an optimizer.
 
     Attributes:
-        dependence: The dependence of the whole optimizer: the widest of its groups'.
-        groups: The same for every param group.
+        dependence: The dependence of the optimizer: the widest of its groups' dependences.
+        groups: The dependence of every param group.
         evaluations: The largest number of calls of the closure in a step.
         communicates: True if its step calls collectives by itself.
-        error: Why nothing could be found out; then the dependence is ``"model"``, the safest answer.
+        error: The reason why the probe failed; the dependence is then ``"model"``, the safest answer.
     """
 
     dependence: Dependence
@@ -61,14 +61,14 @@ class Trial:
 
 
 def dependence(optimizer: Optimizer) -> Dependence:
-    """Return what one element's update depends on: the ``"element"``, its ``"parameter"`` or the ``"model"``.
+    """Return the dependence of one element's update: ``"element"``, ``"parameter"`` or ``"model"``.
 
     Args:
-        optimizer: An optimizer of any class, which is left alone.
+        optimizer: An optimizer of any class, which does not change.
 
     Returns:
-        ``"element"`` if it may step on any part of a parameter; ``"parameter"`` if it needs each parameter
-        whole; ``"model"`` if it needs all of them together, or cannot be tried.
+        ``"element"`` if it can step on any shard of a parameter; ``"parameter"`` if it needs each parameter
+        unsharded; ``"model"`` if it needs all of them together, or if the probe fails.
 
     Example:
         >>> dependence(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1))
@@ -82,14 +82,14 @@ def dependence(optimizer: Optimizer) -> Dependence:
 def try_optimizer(
     optimizer: Optimizer, *, shape_of: Callable[[nn.Parameter], Sequence[int]] | None = None
 ) -> Trial:
-    """Find out what an optimizer's updates depend on.
+    """Probe the dependence of an optimizer's updates.
 
-    Of torch's own optimizers the answer is kept for further ones with the same options and shapes.
+    The results for torch's own optimizers are cached by options and shapes.
 
     Args:
-        optimizer: An optimizer of any class, which is left alone.
-        shape_of: The shape of the whole of a parameter. Without it the parameter's own shape counts, and
-            matrices and kernels are tried too, in case that an engine has flattened it.
+        optimizer: An optimizer of any class, which does not change.
+        shape_of: Returns the unsharded shape of a parameter. Without it the parameter's own shape counts, and
+            matrices and kernels are probed too, in case an engine has flattened it.
     """
     key = _key_of(optimizer, shape_of or _own_shape) if _is_of_torch(optimizer) else None
     if key is None or key not in _found:
@@ -101,7 +101,7 @@ def try_optimizer(
 
 
 _found: dict[Any, Trial] = {}
-"""What trials of torch's own optimizers found, as a trial takes as long as several steps."""
+"""The cached results for torch's own optimizers, because a probe takes as long as several steps."""
 
 
 def _is_of_torch(optimizer: Optimizer) -> bool:
@@ -109,7 +109,7 @@ def _is_of_torch(optimizer: Optimizer) -> bool:
 
 
 def _key_of(optimizer: Optimizer, shape_of: Callable[[nn.Parameter], Sequence[int]]) -> Any:
-    """All that a trial looks at: the step, the options, and the different shapes of each group."""
+    """Return all that a probe reads: the step, the options, and the different shapes of each group."""
     groups = [
         (
             repr({name: value for name, value in group.items() if name != "params"}),
@@ -124,21 +124,21 @@ def _key_of(optimizer: Optimizer, shape_of: Callable[[nn.Parameter], Sequence[in
 def _tried(optimizer: Optimizer, shape_of: Callable[[nn.Parameter], Sequence[int]] | None) -> Trial:
     generic = () if shape_of is not None else _GENERIC
     error = ""
-    # Doubles tell rounding from a difference, but some optimizers make single precision tensors of their own.
+    # float64 tells rounding from a real difference, but some optimizers make float32 tensors of their own.
     attempts = [
         (extra, dtype, sparse)
         for sparse in (False, True)
         for dtype in (torch.float64, torch.float32)
         for extra in dict.fromkeys((generic, ()))
     ]
-    with _left_alone():
+    with _undisturbed():
         for extra, dtype, sparse in attempts:
             try:
                 subject = _Subject(optimizer, shape_of or _own_shape, extra, dtype=dtype, sparse=sparse)
                 return subject.tried()
             except _CommunicatesError:
                 return _unknown(optimizer, "its step calls collectives by itself", communicates=True)
-            except Exception as raised:  # whatever a foreign optimizer raises on tensors of the trial's
+            except Exception as raised:  # any error of a foreign optimizer on tensors of the probe
                 error = error or f"{type(raised).__name__}: {raised}"
     return _unknown(optimizer, error)
 
@@ -149,11 +149,11 @@ def _unknown(optimizer: Optimizer, error: str, *, communicates: bool = False) ->
 
 
 def refuse_hidden_shards(optimizer: Optimizer, error: str) -> None:
-    """Refuse an optimizer that could not be tried and holds shards where nobody makes them whole for it.
+    """Refuse an optimizer whose probe failed and which holds shards that its step could not gather.
 
     Args:
-        optimizer: The user's.
-        error: The error of its trial.
+        optimizer: The user's optimizer.
+        error: The error of its probe.
 
     Raises:
         UnsupportedError: It has a sharded tensor that is neither a parameter nor in its state.
@@ -164,17 +164,17 @@ def refuse_hidden_shards(optimizer: Optimizer, error: str) -> None:
         if any(id(tensor) not in known for tensor in _sharded_in(value)):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} holds sharded tensors in its attribute {name!r}, outside of its "
-                f"`state`, where they cannot be made whole for its step; it could not be tried either "
+                f"`state`, where they cannot be gathered for its step; probing it failed, too "
                 f"({error.splitlines()[0][:80]}).",
                 remedy="Keep them in `self.state[p]`, and make them in the first step, "
-                "as the optimizers of torch do.",
+                "as torch's optimizers do.",
             )
 
 
 def _sharded_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
     if isinstance(value, DTensor):
         yield value
-    elif isinstance(value, Optimizer):  # one that is wrapped: its state is as good as this one's
+    elif isinstance(value, Optimizer):  # a wrapped one, whose state is gathered like this one's
         yield from _sharded_in([v for k, v in vars(value).items() if k != "state"], depth - 1)
     elif isinstance(value, (list, tuple, dict)) and depth:
         for item in value.values() if isinstance(value, dict) else value:
@@ -186,7 +186,7 @@ def _own_shape(parameter: nn.Parameter) -> Shape:
 
 
 @contextmanager
-def _left_alone() -> Iterator[None]:
+def _undisturbed() -> Iterator[None]:
     with torch.random.fork_rng(devices=()), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -209,13 +209,14 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call] # as t
 
 @dataclass(eq=False)
 class _Tried:
-    """A tensor to step on, in the place of one of the optimizer's parameters.
+    """A tensor to step on, which replaces one of the optimizer's parameters.
 
     Attributes:
         group: The index of its param group.
-        stands_for: The parameter of the optimizer whose place it takes.
+        stands_for: The parameter of the optimizer that it replaces.
         start: Its first value.
-        gradients: A constant part of its gradient for each step; the other part is the value itself.
+        gradients: The constant term of its gradient for each step; the other term is the current value, so
+            that errors of one step show in the next gradient.
     """
 
     group: int
@@ -223,24 +224,24 @@ class _Tried:
     start: Tensor
     gradients: list[Tensor]
 
-    def parts(self, dim: int) -> tuple[_Tried, _Tried]:
-        """The same, of two parts of the tensor; they are uneven, so that blocks of some size are cut too."""
+    def halves(self, dim: int) -> tuple[_Tried, _Tried]:
+        """Cut the tensor in two, unevenly: an even cut may fall between the blocks of a blockwise update."""
         size = self.start.shape[dim]
         first = max(1, size * 3 // 7)
         return self._narrow(dim, 0, first), self._narrow(dim, first, size - first)
 
     def _narrow(self, dim: int, start: int, length: int) -> _Tried:
-        part = [tensor.narrow(dim, start, length) for tensor in (self.start, *self.gradients)]
-        return _Tried(self.group, self.stands_for, part[0], part[1:])
+        cut = [tensor.narrow(dim, start, length) for tensor in (self.start, *self.gradients)]
+        return _Tried(self.group, self.stands_for, cut[0], cut[1:])
 
 
 class _Subject:
-    """An optimizer under trial, and the tensors it is tried on.
+    """An optimizer under probe, and the tensors that its copies step on.
 
     Args:
-        optimizer: The user's.
-        shape_of: The whole shape of a parameter.
-        extra: Shapes that are tried in every group besides those of its parameters.
+        optimizer: The user's optimizer.
+        shape_of: Returns the unsharded shape of a parameter.
+        extra: Shapes to probe in every group besides those of its parameters.
         dtype: The dtype of the tensors.
         sparse: True if gradients are sparse tensors, for an optimizer that takes no others.
     """
@@ -262,7 +263,7 @@ class _Subject:
         self._evaluations = 0
         self._moves_first = False
         kinds = [_kind(group) for group in optimizer.param_groups]
-        self._same = [kinds.index(kind) for kind in kinds]  # for each group the first that is like it
+        self._same = [kinds.index(kind) for kind in kinds]  # for each group the first one of its kind
         generator = torch.Generator().manual_seed(_SEED)
         self._tried: list[_Tried] = []
         for index in dict.fromkeys(self._same):
@@ -282,7 +283,7 @@ class _Subject:
         extra: tuple[Shape, ...],
         generator: torch.Generator,
     ) -> Iterator[_Tried]:
-        """One tensor for each shape of a group's, at most as many as it has parameters of its own."""
+        """Yield one tensor for each shape of a group."""
         shapes: dict[tuple[Shape, bool], None] = {}
         for parameter in parameters:
             shape = tuple(shape_of(parameter))
@@ -300,7 +301,7 @@ class _Subject:
             yield _Tried(index, stands_for, tensors[0] + 0.5, gradients)
 
     def tried(self) -> Trial:
-        """Try a few steps, which find nearly everything, and then as many as the options ask for."""
+        """Probe a few steps, which find nearly all dependences, and then as many as the options suggest."""
         trial = self._tried_in_steps()
         if trial.dependence == "model" or self._most_steps == self._steps:
             return trial
@@ -308,7 +309,7 @@ class _Subject:
         return self._tried_in_steps()
 
     def _tried_in_steps(self) -> Trial:
-        """Step on everything together, on each tensor alone, and on parts."""
+        """Step on all tensors together, on each one alone, and on each one cut in two."""
         together = self._run(self._tried)
         if any(torch.equal(tried.start, end) for tried, end in zip(self._tried, together, strict=True)):
             raise RuntimeError("its step did not change a parameter")
@@ -326,12 +327,12 @@ class _Subject:
         return Trial(widest, groups, evaluations=self._evaluations)
 
     def _can_be_divided(self) -> bool:
-        """Return True if ranks may each step some parameters whole, after all have evaluated the closure."""
+        """Return True if owners may each step some parameters, after one evaluation of the closure."""
         if self._evaluations > 1 or self._moves_first:
             return False
         try:
             self._run([])
-        except Exception:  # a rank may own none
+        except Exception:  # on a rank that owns no parameter
             return False
         return True
 
@@ -343,18 +344,18 @@ class _Subject:
             if size < 2:
                 continue
             try:
-                ends = [self._run([part])[0] for part in tried.parts(dim)]
-            except RuntimeError:  # of shapes that it does not take
+                ends = [self._run([half])[0] for half in tried.halves(dim)]
+            except RuntimeError:  # the step refuses the shape of the half
                 return True
             if not _is_same(tried.start, end, torch.cat(ends, dim)):
                 return True
         return False
 
     def _run(self, tried: Sequence[_Tried]) -> list[Tensor]:
-        """Step an optimizer like this one on some tensors alone, and return them."""
+        """Step a copy of the optimizer on some of the tensors, and return their new values."""
         parameters = [nn.Parameter(one.start.clone()) for one in tried]
-        places = list(zip(tried, parameters, strict=True))
-        trial = _Copy(self._optimizer, places, self._dtype).optimizer
+        stand_ins = list(zip(tried, parameters, strict=True))
+        trial = _Copy(self._optimizer, stand_ins, self._dtype).optimizer
         step = _plain_step(type(self._optimizer))
         with _NoCollectives():  # type: ignore[no-untyped-call]
             for number in range(self._steps):
@@ -368,11 +369,11 @@ class _Subject:
 
 
 class _Closure:
-    """Recomputes the gradients from the values that the parameters have when it is called.
+    """A closure that computes gradients from the current values of the parameters.
 
     Attributes:
-        calls: The number of calls, of which one is before the step.
-        moved_first: True if the step had changed a parameter when it called it for the first time.
+        calls: The number of calls, the one before the step included.
+        moved_first: True if the step changed a parameter before its first call of the closure.
     """
 
     def __init__(
@@ -397,7 +398,7 @@ class _Closure:
 
 
 def _number_of_steps(optimizer: Optimizer) -> int:
-    """Enough to get past what is done only every so many steps, as far as the options say so."""
+    """Return enough steps to cover updates at an interval, such as ``k=5``, as far as options show it."""
     values = [value for group in optimizer.param_groups for value in group.values()]
     values += vars(optimizer).values()
     counts = [value for value in values if isinstance(value, int) and value < _MOST_STEPS]
@@ -405,7 +406,7 @@ def _number_of_steps(optimizer: Optimizer) -> int:
 
 
 def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the key that groups of equal treatment share: all options but the sizes of numbers."""
+    """Return a key of groups that the step treats alike: all options, except the sizes of numbers."""
     return tuple(
         (name, _kind_of(value)) for name, value in sorted(group.items(), key=lambda item: str(item[0]))
         if name != "params"
@@ -430,7 +431,7 @@ def _clipped(shape: Shape) -> Shape:
 
 
 def _spread(shapes: list[tuple[Shape, bool]]) -> list[tuple[Shape, bool]]:
-    """At most eight, the smallest, the largest and some between."""
+    """Return at most eight shapes: the smallest, the largest and some in between."""
     ordered = sorted(shapes, key=lambda entry: (len(entry[0]), entry))
     if len(ordered) <= 8:
         return ordered
@@ -438,42 +439,42 @@ def _spread(shapes: list[tuple[Shape, bool]]) -> list[tuple[Shape, bool]]:
 
 
 def _is_same(start: Tensor, end: Tensor, other: Tensor) -> bool:
-    """Return True if two ways ended alike, measured by how far they went."""
+    """Return True if two results are equal, with a tolerance relative to the size of the update."""
     went = (end - start).abs().max()
     tolerance = 1e-3 if end.dtype in (torch.float32, torch.complex64) else 1e-6
     return bool(torch.isfinite(went)) and bool(((end - other).abs() <= tolerance * went).all())
 
 
 def _plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """The class's step without the hooks that torch puts around it: these are not for a copy."""
+    """Return the class's step without the hooks that torch wraps it in: the copy must not run them."""
     step: Any = kind.step
     return cast("Callable[..., Any]", step.__wrapped__ if getattr(step, "hooked", False) else step)
 
 
-def _like_place(value: Any, parameter: Tensor, place: nn.Parameter) -> Any:
-    """An entry of the state, made before the first step, for the tensor that takes a parameter's place."""
+def _converted(value: Any, parameter: Tensor, stand_in: nn.Parameter) -> Any:
+    """Convert an entry of existing state to the tensor that replaces a parameter in the probe."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     local = value.detach()
     local = local.to_local() if isinstance(local, DTensor) else local
     if value.shape != parameter.shape or not value.dim():
         return local.cpu().clone()
-    return torch.full_like(place.detach(), local.flatten()[0].item() if local.numel() else 0.0)
+    return torch.full_like(stand_in.detach(), local.flatten()[0].item() if local.numel() else 0.0)
 
 
 class _Copy:
-    """An optimizer like the user's over the trial's tensors, without state and hooks.
+    """A copy of the user's optimizer over the probe's tensors, without state and hooks.
 
-    Whatever holds its parameters follows: attributes, and optimizers inside of it.
+    All references to its parameters are replaced, also in attributes and in optimizers inside of it.
 
     Args:
-        optimizer: The user's.
-        places: Each tried tensor and the parameter that holds it.
+        optimizer: The user's optimizer.
+        stand_ins: Each probed tensor and the parameter that holds it.
         dtype: The dtype of floating point options.
     """
 
     def __init__(
-        self, optimizer: Optimizer, places: list[tuple[_Tried, nn.Parameter]], dtype: torch.dtype
+        self, optimizer: Optimizer, stand_ins: list[tuple[_Tried, nn.Parameter]], dtype: torch.dtype
     ) -> None:
         self._dtype = dtype
         self._memo: dict[int, Any] = {}
@@ -481,12 +482,12 @@ class _Copy:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._remember(parameter, _DROPPED)
-        for tried, stand_in in places:
+        for tried, stand_in in stand_ins:
             self._remember(tried.stands_for, stand_in)
         groups = []
         for index, group in enumerate(optimizer.param_groups):
-            own = [stand_in for tried, stand_in in places if tried.group == index]
-            if places and not own:
+            own = [stand_in for tried, stand_in in stand_ins if tried.group == index]
+            if stand_ins and not own:
                 self._remember(group, _DROPPED)
                 continue
             options = {name: self._option(name, value) for name, value in group.items() if name != "params"}
@@ -500,7 +501,7 @@ class _Copy:
         return replacement
 
     def _option(self, name: str, value: Any) -> Any:
-        """An option of a group; a learning rate of zero, as a warm-up begins with, would hide everything."""
+        """Copy an option of a group; a learning rate of zero, as of a warm-up, would hide all dependences."""
         if name == "capturable":
             return False  # only where the parameter is on a device
         if isinstance(value, Tensor):
@@ -514,9 +515,9 @@ class _Copy:
         self._remember(optimizer, trial)
         state = self._remember(optimizer.state, defaultdict(dict))
         for parameter, entries in optimizer.state.items():
-            place = self._memo.get(id(parameter))
-            if isinstance(place, nn.Parameter):
-                state[place] = {name: _like_place(value, parameter, place) for name, value in entries.items()}
+            new = self._memo.get(id(parameter))
+            if isinstance(new, nn.Parameter):
+                state[new] = {name: _converted(value, parameter, new) for name, value in entries.items()}
         for name, value in vars(optimizer).items():
             if name == "step":  # a scheduler's or the engine's
                 continue

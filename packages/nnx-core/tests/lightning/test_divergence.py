@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nnx
 from nnx_conformance.pool import JobError, WorkerPool
-from nnx_core.agree.watch import Watch, checksum
+from nnx_core.agree.divergence import Watch, checksum
 from nnx_core.backend import Backend, NoOptions
 from nnx_core.lightning.callbacks import _AsItIs
 
@@ -89,10 +89,10 @@ def fit(strategy: str, fault: str, check_every: int | None) -> list[int]:
 
 
 FAULTS = {
-    "buffer": "the buffer 'scale': rank 2 does not have what rank 0 has (1 of 3 elements differ, by up to",
-    "weight": "the parameter 'head.weight': rank 2 does not have what rank 0 has",
-    "rate": "'lr' of param group 1 of optimizer 0: rank 2 does not have what rank 0 has",
-    "counter": "'step' of 'head.bias' of optimizer 0: rank 2 does not have what rank 0 has (",
+    "buffer": "the buffer 'scale': rank 2 differs from rank 0 (1 of 3 elements differ, by up to",
+    "weight": "the parameter 'head.weight': rank 2 differs from rank 0",
+    "rate": "'lr' of param group 1 of optimizer 0: rank 2 differs from rank 0",
+    "counter": "'step' of 'head.bias' of optimizer 0: rank 2 differs from rank 0 (",
 }
 
 
@@ -142,7 +142,7 @@ def test_fabric_compares_its_first_steps_too(pool: WorkerPool) -> None:
         assert (
             "after step 1 of this run the ranks differ in 'momentum' of param group 0 of optimizer 0" in said
         )
-        assert "rank 1 does not have what rank 0 has (1.9 for 0.9)" in said
+        assert "rank 1 differs from rank 0 (1.9 for 0.9)" in said
 
 
 class Decided(_AsItIs):
@@ -167,7 +167,7 @@ def compare(backend: type[Backend[NoOptions]], used: str) -> str:
 
 def test_decisions_and_the_set_of_used_parameters_are_compared(pool: WorkerPool) -> None:
     said = pool.run(compare, Decided, "a", world_size=2, init="gloo")
-    assert all("the ranks differ in what the engine decided" in text for text in said)
+    assert all("the ranks differ in the engine's decisions" in text for text in said)
     said = pool.run(compare, _AsItIs, "b", world_size=2, init="gloo")
     assert all("differ in whether there is a gradient of 'a.weight': rank 1" in text for text in said)
     assert pool.run(compare, _AsItIs, "a", world_size=2, init="gloo") == ["", ""]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from nnx_core.optimizers.elementwise import dependence, try_optimizer
+from nnx_core.optimizers.optimizer_probe import dependence, try_optimizer
 
 ELEMENTWISE = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},

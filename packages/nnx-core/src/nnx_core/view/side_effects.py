@@ -1,13 +1,13 @@
-"""The state of Python around a model: noted before its code is run once more, and put back afterwards.
+"""Undo the side effects of running user code an additional time: record Python state, then restore it.
 
-An engine that looks at what a step calls the model with begins that step once more, and a tracer runs a
-forward once more. What such code counts, collects or draws must not be counted, collected or drawn twice:
-training would go on with other numbers, without a word.
+An engine that captures the inputs of a step runs that step an additional time, and a tracer does so with a
+forward. Without a restore, the code would count, collect or draw twice, and training would silently continue
+with other numbers.
 
-Looked at is what the code can reach: attributes of modules and of objects, what is in containers, variables
-of enclosing functions, globals that the user's functions name, attributes of the user's classes, environment
-variables, iterators, open files, generators of random numbers, and arrays. Code and objects of torch, of
-Lightning and of Python itself are not looked into.
+The record covers all state that the code can reach: attributes of modules and objects, contents of
+containers, variables of enclosing functions, globals that the user's functions name, attributes of the user's
+classes, environment variables, iterators, open files, random number generators, and arrays. Code and objects
+of torch, Lightning and Python itself are opaque.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from nnx_core.errors import UnsupportedError
 
 __all__ = [
     "PythonState",
-    "WentOnError",
+    "IteratorAdvancedError",
     "has_values",
     "is_users_own",
     "names_in",
-    "only_goes_on",
+    "cannot_rewind",
     "origin_of",
 ]
 
@@ -54,33 +54,33 @@ _OPAQUE = frozenset(
 )
 _NEVER_USERS = _OPAQUE | {"builtins", "transformers"}
 _MOST_BYTES = 1 << 26
-"""Arrays and tensors that are larger are not looked at."""
+"""The size above which arrays and tensors are not recorded."""
 _MOST_OBJECTS = 1_000_000
 _SEQUENCES: tuple[Any, ...] = ([], (), range(0), range(1 << 99), "", "\u00e9", b"", bytearray())
 _REWOUND = (*(type(iter(one)) for one in _SEQUENCES), type(reversed([])))
-"""Iterators that can be put back. Others of Python are not, or without those that they take from."""
+"""Iterators that can be rewound. Others of Python cannot, or only without the iterators that they read."""
 _HOLDERS = (SimpleNamespace, Namespace)
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
-# Bookkeeping of nn.Module, and a flag of transformers that goes with hooks which are not put back either.
+# Bookkeeping of nn.Module, and a flag of transformers that belongs to hooks, which are not restored either.
 _OF_MODULES = {"training", "_parameters", "_modules", "_non_persistent_buffers_set"} | {
     name for name in vars(nn.Module()) if "hook" in name
 }
 _OF_MODULES |= {"_buffers", "_output_capturing_hooks_installed", "_trainer", "_fabric"}
-# Recurrent layers of torch keep their parameters in lists too, which follow every exchange of parameters.
+# Recurrent layers of torch list their parameters here, too, and update the lists on every exchange.
 _SILENT = {"_flat_weights", "_flat_weight_refs"}
 
 
 _Where = tuple["nn.Module | None", str]
-"""The module that something belongs to, None if to none, and its name there."""
+"""The module that a value belongs to, or None, and its name there."""
 
 
-class WentOnError(UnsupportedError):
-    """Code that was run once more went on with an iterator that cannot be put back."""
+class IteratorAdvancedError(UnsupportedError):
+    """Code that ran an additional time advanced an iterator that cannot be rewound."""
 
 
 @lru_cache(maxsize=1024)
 def origin_of(module: str) -> Literal["python", "installed", "elsewhere"]:
-    """Where the file of a module lies: with Python's own, with installed packages, or elsewhere.
+    """Return the origin of a module's file: Python itself, installed packages, or elsewhere.
 
     Args:
         module: The name of the module.
@@ -95,16 +95,16 @@ def is_users_own(module: str | None) -> bool:
     """Return True if code is the user's own: neither Python's, nor installed, nor of this project.
 
     Args:
-        module: The name of the module that it is in; None where it has none.
+        module: The name of the module of the code; None if it has none.
     """
-    if not module:  # of code that was generated, as by torch.fx
+    if not module:  # generated code, as of torch.fx
         return False
     top = module.partition(".")[0]
     return top not in _NEVER_USERS and origin_of(module) == "elsewhere"
 
 
 def has_values(module: str) -> bool:
-    """Return True if objects of a module's classes are looked into: not those of torch, Lightning and Python.
+    """Return True if attributes of a module's classes are recorded: not for torch, Lightning and Python.
 
     Args:
         module: The name of the module.
@@ -113,14 +113,14 @@ def has_values(module: str) -> bool:
     return top not in _OPAQUE and top not in sys.stdlib_module_names
 
 
-def only_goes_on(value: Any) -> bool:
-    """Whether a value is an iterator of Python that cannot be put back: a generator, ``zip`` and others.
+def cannot_rewind(value: Any) -> bool:
+    """Return True if a value is a Python iterator that cannot be rewound: a generator, ``zip`` and others.
 
     Args:
         value: Anything.
 
     Example:
-        >>> only_goes_on(n for n in range(3)), only_goes_on(iter([1, 2]))
+        >>> cannot_rewind(n for n in range(3)), cannot_rewind(iter([1, 2]))
         (True, False)
     """
     kind = type(value)
@@ -129,20 +129,20 @@ def only_goes_on(value: Any) -> bool:
 
 
 class PythonState:
-    """What is reachable, as it is now.
+    """A record of the current state that is reachable from some objects.
 
     Args:
         *roots: Modules, functions and other objects.
-        looks_into: Decides by the module of its class whether an object's attributes are looked at.
+        looks_into: Returns True if attributes of an object are recorded, by the module of its class.
 
     Attributes:
-        tensors: The tensors that were found and are no parameters or buffers of modules.
+        tensors: The reachable tensors other than parameters and buffers of modules.
 
     Example:
         >>> counts = {"steps": 0}
         >>> state = PythonState(counts)
         >>> counts["steps"] = 1
-        >>> state.put_back(), counts
+        >>> state.restore(), counts
         ([(None, 'steps')], {'steps': 0})
     """
 
@@ -151,8 +151,9 @@ class PythonState:
         self._looks_into = looks_into
         self._seen: dict[int, Any] = {}
         self._notes: list[_Note] = [_Entries(os.environ, (None, ""))]
-        self._only_go_on: list[_Value] = []
+        self._one_way: list[_Value] = []
         self._globals: set[tuple[int, str]] = set()
+        # Breadth first, so that the limit cuts off the objects that are farthest from the model.
         left: deque[tuple[Any, _Where]] = deque()
         left.extend((root, (None, "")) for root in roots)
         while left and len(self._seen) < _MOST_OBJECTS:
@@ -161,19 +162,20 @@ class PythonState:
                 self._seen[id(value)] = value
                 left.extend(self._look_at(value, where))
 
-    def put_back(self) -> list[_Where]:
-        """Put everything back.
+    def restore(self) -> list[_Where]:
+        """Restore the recorded state.
 
         Returns:
-            What had changed: the module that it belongs to, None if to none, and its name there.
+            The changed values: the module that each belongs to, or None, and its name there.
         """
-        return [where for note in self._notes for where in note.put_back()]
+        return [where for note in self._notes for where in note.restore()]
 
     @contextmanager
     def contents_restored(self, *more: Tensor) -> Iterator[None]:
-        """Put back what is written into tensors within it: into those that were found, unless they are large.
+        """Undo writes into reachable tensors, in a context (unless they are large).
 
-        Torch's counts of writes stay as they are: programs go by them, and only ranks that trace would count.
+        The version counters of the tensors do not change: compiled programs check them, and only ranks that
+        trace would count.
 
         Args:
             *more: Further tensors, of any size.
@@ -191,15 +193,15 @@ class PythonState:
 
     @property
     def generators(self) -> list[str]:
-        """Names of the iterators that were found and only go on."""
-        return [note.where[1] for note in self._only_go_on]
+        """The names of reachable iterators that cannot be rewound."""
+        return [note.where[1] for note in self._one_way]
 
-    def lost(self) -> list[str]:
-        """Names of those that went on."""
-        return [note.where[1] for note in self._only_go_on if note.has_changed()]
+    def advanced(self) -> list[str]:
+        """Return the names of those `generators` that have advanced."""
+        return [note.where[1] for note in self._one_way if note.has_changed()]
 
     def _look_at(self, value: Any, where: _Where) -> Iterator[tuple[Any, _Where]]:
-        """Note what may change in a value, and yield what it leads to."""
+        """Record the state of a value, and yield the values that it refers to."""
         found: Any = None
         if isinstance(value, nn.Module):
             for space in (vars(value), value._buffers):
@@ -230,7 +232,7 @@ class PythonState:
 
     def _of_class(self, cls: type, where: _Where) -> Iterator[tuple[Any, _Where]]:
         for base in cls.__mro__:
-            if is_users_own(str(base.__module__)):  # classes made in C may have a descriptor there
+            if is_users_own(str(base.__module__)):  # classes of C extensions may have a descriptor there
                 self._notes.append(_ClassAttributes(base))
                 yield from ((held, (None, name)) for name, held in vars(base).items() if name[:2] != "__")
                 yield vars(base).get("__init__"), where
@@ -267,13 +269,13 @@ class PythonState:
         elif isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
             self._notes.append(_Value(where, *_access(value), _same_state))
         elif isinstance(value, IOBase):
-            self._notes.append(_place_in_file(value, where))
-        elif only_goes_on(value) or (
+            self._notes.append(_file_offset(value, where))
+        elif cannot_rewind(value) or (
             hasattr(type(value), "__next__") and hasattr(type(value), "__setstate__")
         ):
             self._notes.append(note := _progress(value, where))
-            if only_goes_on(value):
-                self._only_go_on.append(note)
+            if cannot_rewind(value):
+                self._one_way.append(note)
             frame = getattr(value, "gi_frame", None)
             yield from ((held, where) for held in (frame.f_locals.values() if frame is not None else ()))
         elif isinstance(value, _HOLDERS) or self._looks_into(type(value).__module__):
@@ -284,12 +286,12 @@ class PythonState:
 
 
 def _inner(where: _Where, name: Any) -> _Where:
-    """Where something in an object or a dictionary is: by the attribute of a module that leads to it."""
+    """Return the name of a value in an object or dict: the attribute of the module that refers to it."""
     return where if where[0] is not None else (None, str(name))
 
 
 def names_in(code: CodeType) -> set[str]:
-    """The names of globals and attributes that code uses, and the functions within it.
+    """Return the names of globals and attributes in code, and in the functions that it defines.
 
     Args:
         code: The code of a function.
@@ -302,23 +304,23 @@ def names_in(code: CodeType) -> set[str]:
 
 
 class _Note(ABC):
-    """What may change, as it was."""
+    """A record of one mutable value."""
 
     def __init__(self, where: _Where) -> None:
         self.where = where
 
     @abstractmethod
-    def put_back(self) -> list[_Where]:
-        """Put it back, and name what had changed."""
+    def restore(self) -> list[_Where]:
+        """Restore the value; return the names of changes."""
 
 
 class _Value(_Note):
-    """One thing that may change.
+    """A record that reads and writes the value by functions.
 
     Args:
-        where: Where it is.
-        read: Returns it as it is now, in a copy that later changes leave alone.
-        write: Makes it what `read` returned.
+        where: The name of the value.
+        read: Returns a copy of the current value.
+        write: Writes a result of `read` back.
         same: Compares two results of `read`.
     """
 
@@ -336,7 +338,7 @@ class _Value(_Note):
     def has_changed(self) -> bool:
         return not self._same(self._read(), self._before)
 
-    def put_back(self) -> list[_Where]:
+    def restore(self) -> list[_Where]:
         if not self.has_changed():
             return []
         self._write(self._before)
@@ -344,7 +346,7 @@ class _Value(_Note):
 
 
 class _Entries(_Note):
-    """What names stand for in a dictionary: a module's or object's attributes, or globals."""
+    """A record of the entries of a dict: attributes of a module or object, or globals."""
 
     def __init__(
         self, space: Any, where: _Where, *, module: nn.Module | None = None, only: str | None = None
@@ -366,21 +368,22 @@ class _Entries(_Note):
             return bool(name == self._only)
         return self._module is None or name not in _OF_MODULES
 
-    def put_back(self) -> list[_Where]:
+    def restore(self) -> list[_Where]:
         changed = []
         names = self._before if self._only else [*self._space.keys() - self._before.keys(), *self._before]
         for name in filter(self._covers, list(names)):
             before, now = self._before.get(name, _NOTHING), self._space.get(name, _NOTHING)
             if now is before:
                 continue
+            # Restored even if equal: other records hold the old object. Only a real change is reported.
             self._set(name, before)
-            if not _means_the_same(now, before) and name not in _SILENT:
+            if not _is_equal(now, before) and name not in _SILENT:
                 changed.append((self._module, name) if self._module is not None else _inner(self.where, name))
         return changed
 
 
 class _ClassAttributes(_Entries):
-    """What names stand for in a class, whose dictionary can be read only."""
+    """A record of the attributes of a class, whose dict is read-only."""
 
     def __init__(self, cls: type) -> None:
         self._class = cls
@@ -397,14 +400,14 @@ class _ClassAttributes(_Entries):
 
 
 def _items(container: Any, where: _Where) -> _Value:
-    """Note what is in a list, a deque or a set."""
+    """Record the items of a list, a deque or a set."""
     is_set = isinstance(container, set)
 
     def write(before: list[Any]) -> None:
         container.clear()
         (container.update if is_set else container.extend)(before)
 
-    return _Value(where, lambda: list(container), write, _same_members if is_set else _means_the_same)
+    return _Value(where, lambda: list(container), write, _same_members if is_set else _is_equal)
 
 
 def _same_members(now: list[Any], before: list[Any]) -> bool:
@@ -412,17 +415,17 @@ def _same_members(now: list[Any], before: list[Any]) -> bool:
 
 
 def _variable(cell: CellType, where: _Where) -> _Value:
-    """Note a variable of an enclosing function."""
+    """Record a variable of an enclosing function."""
 
     def write(before: Any) -> None:
         if before is not _NOTHING:
             cell.cell_contents = before
 
-    return _Value(where, partial(_content, cell), write, _means_the_same)
+    return _Value(where, partial(_content, cell), write, _is_equal)
 
 
 def _array(array: Any, where: _Where) -> _Value:
-    """Note the elements of an array."""
+    """Record the elements of an array."""
     return _Value(where, array.copy, partial(array.__setitem__, ...), _same_bytes)
 
 
@@ -431,12 +434,12 @@ def _same_bytes(now: Any, before: Any) -> bool:
 
 
 def _same_state(now: Any, before: Any) -> bool:
-    """Compare two states of a generator of random numbers."""
-    return repr(_exactly(now)) == repr(_exactly(before))
+    """Compare two states of a random number generator."""
+    return repr(_with_full_repr(now)) == repr(_with_full_repr(before))
 
 
 def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """What gets a generator's state, and what sets it."""
+    """Return the getter and the setter of a random number generator's state."""
     if isinstance(generator, random.Random):
         return generator.getstate, generator.setstate
     if isinstance(generator, np.random.Generator):
@@ -446,8 +449,8 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
 
 
 def _progress(iterator: Any, where: _Where) -> _Value:
-    """Note how far an iterator has come; one that only goes on is not put back."""
-    state = () if only_goes_on(iterator) else iterator.__reduce__()[2:]
+    """Record the position of an iterator; one that cannot be rewound is only compared."""
+    state = () if cannot_rewind(iterator) else iterator.__reduce__()[2:]
 
     def write(_: Any) -> None:
         if state:
@@ -457,29 +460,29 @@ def _progress(iterator: Any, where: _Where) -> _Value:
 
 
 def _position(iterator: Any) -> Any:
-    """What tells how far an iterator has come, and those that it takes from."""
+    """Return a value that changes when an iterator, or one that it reads from, advances."""
     if isinstance(iterator, GeneratorType):
         frame = iterator.gi_frame
-        return None if frame is None else (frame.f_lasti, [_told_apart(v) for v in frame.f_locals.values()])
+        return None if frame is None else (frame.f_lasti, [_identity(v) for v in frame.f_locals.values()])
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, from Python 3.12 on
-            _, *parts = iterator.__reduce__()
-    except TypeError:  # a generator within, or Python 3.14
+            warnings.simplefilter("ignore", DeprecationWarning)  # itertools warns from Python 3.12 on
+            _, *state = iterator.__reduce__()
+    except TypeError:  # it reads from a generator, or this is Python 3.14
         return repr(iterator)
-    inner = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
-    return [_position(one) if hasattr(type(one), "__next__") else _told_apart(one) for one in inner]
+    inner = [one for entry in state for one in (entry if isinstance(entry, tuple) else (entry,))]
+    return [_position(one) if hasattr(type(one), "__next__") else _identity(one) for one in inner]
 
 
-def _told_apart(value: Any) -> Any:
-    """What tells a value from others; of a list, which may be made anew of what is left, how long it is."""
+def _identity(value: Any) -> Any:
+    """Return a value that identifies another; for a list its length, as ``__reduce__`` may copy the rest."""
     if isinstance(value, list):
         return len(value)
     return value if isinstance(value, (*_ATOMS, range)) else id(value)
 
 
-def _place_in_file(file: Any, where: _Where) -> _Value:
-    """Note where reading a file has come to."""
+def _file_offset(file: Any, where: _Where) -> _Value:
+    """Record the offset of an open file."""
 
     def read() -> int | None:
         try:
@@ -504,23 +507,23 @@ def _content(cell: CellType) -> Any:
         return _NOTHING
 
 
-def _means_the_same(now: Any, before: Any) -> bool:
-    """Return True if two values mean the same; torch makes new containers of the same content."""
+def _is_equal(now: Any, before: Any) -> bool:
+    """Return True if two values are equal; torch makes new containers with the same content."""
     if now is before:
         return True
     if type(now) is not type(before):
         return False
     if isinstance(before, (tuple, list, deque)):
-        return len(now) == len(before) and all(map(_means_the_same, now, before))
+        return len(now) == len(before) and all(map(_is_equal, now, before))
     return isinstance(before, (*_ATOMS, torch.Size, slice)) and bool(now == before)
 
 
-def _exactly(state: Any) -> Any:
-    """A state as something whose text has all of it."""
+def _with_full_repr(state: Any) -> Any:
+    """Convert a state so that its `repr` is complete."""
     if isinstance(state, Mapping):
-        return {name: _exactly(value) for name, value in state.items()}
+        return {name: _with_full_repr(value) for name, value in state.items()}
     if isinstance(state, tuple):
-        return tuple(map(_exactly, state))
+        return tuple(map(_with_full_repr, state))
     if isinstance(state, Tensor):
         return state.tolist()
     return state.tolist() if isinstance(state, np.ndarray) else state

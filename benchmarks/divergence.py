@@ -1,7 +1,7 @@
 """Step time with the watch (`check_every=100`) against the same training without it.
 
-    python benchmarks/watch.py
-    python benchmarks/watch.py --strategy nnscaler_dp
+    python benchmarks/divergence.py
+    python benchmarks/divergence.py --strategy nnscaler_dp
 
 Both sides train the same GPT with the same strategy in the same processes of one run, in turns, each side
 first in every other round. A comparison falls on one step in a hundred, so the mean over all steps counts,
@@ -70,7 +70,7 @@ def train(every: int, arguments: argparse.Namespace) -> tuple[list[float], list[
     from torch.utils.data import DataLoader, TensorDataset
 
     import nnx
-    from nnx_core.agree.watch import Watch
+    from nnx_core.agree.divergence import Watch
 
     class Stopwatch(Callback):
         def __init__(self) -> None:

@@ -1,10 +1,9 @@
-"""The watch: what must be equal on every rank is compared over the ranks, now and then.
+"""Detect ranks that diverge: compare checksums of replicated values over the ranks at an interval.
 
-A rank that goes its own way (a random number, a branch on the rank, a broken card) trains other numbers
-without an error. The watch takes checksums of what several ranks hold alike, compares them on the control
-group, and names the first thing that differs and the rank. `Backend` says what a rank holds;
-`nnx_core.lightning` says when a step is over. This module owns what is compared and how. Nothing here changes
-a tensor.
+A rank can diverge silently: a random number, a branch on the rank, or a broken GPU changes its values without
+an error. `Watch` compares checksums of the values that several ranks hold, on the control group. Its error
+names the first value that differs, and the rank. `Backend` lists the values of a rank, and
+`nnx_core.lightning` calls `Watch` after each step. This module changes no tensor.
 """
 
 from __future__ import annotations
@@ -33,28 +32,29 @@ _FIRST_STEPS = 2
 _ROW = 1024
 _ODD = 0x9E3779B97F4A7C1
 _COMPARED = 1_000_000
-"""Elements of which the size of a difference is measured."""
+"""The number of elements in which the size of a difference is measured."""
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers of a normalization layer, which each rank has of its own data until evaluation takes rank 0's."""
+"""Buffers of normalization layers: each rank computes them from its own data; evaluation uses rank zero's."""
 _REMEDIES = {
-    "parameter": "Something writes into it on some ranks only, such as a random number or a branch on the "
-    "rank: do it alike on all of them.",
-    "written": "Write into it what all ranks have, such as what `self.all_gather` returns; what each rank "
-    "has of its own belongs into `register_buffer(..., persistent=False)`.",
-    "buffer": "Write into it what does not depend on the rank's own data, or reduce that over the ranks "
-    "first; what each rank may have of its own belongs into `register_buffer(..., persistent=False)`.",
-    "option": "Set it from what all ranks have, such as a metric that is logged with `sync_dist=True`.",
+    "parameter": "Code writes into it on some ranks only, such as a random number or a branch on the rank: "
+    "write the same values on all ranks.",
+    "written": "Write values that are equal on all ranks, such as the result of `self.all_gather`; keep "
+    "values of a single rank in `register_buffer(..., persistent=False)`.",
+    "buffer": "Write values that do not depend on the rank's own data, or reduce them over the ranks first; "
+    "keep values of a single rank in `register_buffer(..., persistent=False)`.",
+    "option": "Set it from values that are equal on all ranks, such as a metric logged with sync_dist=True.",
     "state": "Step the optimizer equally often on all ranks.",
-    "gradient": "Let the loss use the parameter on all ranks, multiplied by zero where it does not count.",
-    "plan": "Give all ranks the same options, model and versions of packages.",
+    "gradient": "Use the parameter in the loss on all ranks, multiplied by zero where it must not count.",
+    "plan": "Use the same options, model and package versions on all ranks.",
 }
 
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """A number that depends on every bit of a tensor and on where it stands: 0-d int64, on its device.
+    """Return a number that depends on every bit of a tensor and on its position: 0-d int64, on its device.
 
-    It reads the tensor once and does not wait for the device. Equal tensors have equal ones; -0.0 is not 0.0.
+    It reads the tensor once and does not wait for the device. Bitwise equal tensors have equal checksums;
+    -0.0 differs from 0.0.
 
     Example:
         >>> bool(checksum(torch.zeros(3)) == checksum(torch.zeros(3)))
@@ -68,41 +68,41 @@ def checksum(tensor: Tensor) -> Tensor:
     bits = as_bytes(data)
     if bits.storage_offset() % 8:
         bits = bits.clone()
-    whole = bits.numel() // 8
+    count = bits.numel() // 8
     weights = _weights(data.device)
-    if whole * 8 < bits.numel():
-        total = (bits[whole * 8 :] * weights[: bits.numel() - whole * 8]).sum()
+    if count * 8 < bits.numel():
+        total = (bits[count * 8 :] * weights[: bits.numel() - count * 8]).sum()
     else:
         total = torch.zeros((), dtype=torch.int64, device=data.device)
-    words = bits[: whole * 8].view(torch.int64)
-    full = whole // _ROW * _ROW
+    words = bits[: count * 8].view(torch.int64)
+    full = count // _ROW * _ROW
     if full:
         total += (words[:full].view(-1, _ROW).sum(0) * weights).sum()
-    if full < whole:
-        total += (words[full:] * weights[: whole - full]).sum()
+    if full < count:
+        total += (words[full:] * weights[: count - full]).sum()
     return total
 
 
 def refuse_unequal_gradient(gradient: Tensor, name: str) -> None:
-    """Refuse a gradient that a parameter without one is given, and that differs between ranks. Collective.
+    """Refuse an assigned gradient that differs between ranks, for a parameter without one. Collective.
 
-    It is of each rank's own samples then, such as one of `torch.autograd.grad`, and nothing would reduce it.
+    Such a gradient comes from each rank's own samples, as of `torch.autograd.grad`, and nothing reduces it.
 
     Args:
-        gradient: The whole gradient.
-        name: The parameter's.
+        gradient: The unsharded gradient.
+        name: The parameter's name.
     """
     if is_distributed() and len(set(all_gather_object(int(checksum(gradient)), control_group()))) > 1:
         raise UnsupportedError(
             f"{name!r} is given a gradient that no backward has computed and that differs between ranks, "
-            "such as one of `torch.autograd.grad`, which is of each rank's own samples.",
+            "such as one of `torch.autograd.grad`, which comes from each rank's own samples.",
             remedy="Compute gradients by `self.manual_backward(loss)`, and change `p.grad` then.",
         )
 
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """Odd, so that no bit is lost, and without a pattern, so that the same change in other places counts."""
+    """Return the factors of a row: odd, to keep every bit, and irregular, to notice exchanged values."""
     mixed = torch.arange(1, _ROW + 1, device=device) * _ODD
     return (mixed ^ (mixed >> 31)) * _ODD | 1
 
@@ -114,12 +114,13 @@ def digest(value: Any) -> int:
 
 
 class Writes:
-    """Sums up what user code writes into parameters that the engine makes equal on all ranks again.
+    """Sums up writes of user code into parameters that the engine makes equal on all ranks again.
 
-    Nothing is computed in steps after which the ranks are not compared.
+    The engine's own step hides such a divergence, so the writes themselves are compared. It computes nothing
+    in steps after which the ranks are not compared.
 
     Args:
-        are_compared: True if the ranks are compared after this step: `Backend.is_watched`.
+        are_compared: Returns True if the ranks are compared after this step: `Backend.is_watched`.
 
     Example:
         >>> layer, writes = torch.nn.Linear(2, 1, bias=False), Writes(lambda: True)
@@ -133,33 +134,33 @@ class Writes:
         self.are_compared = are_compared
         self._sums: dict[Tensor, Tensor] = {}
 
-    def sum_of(self, whole: Tensor) -> Tensor | None:
-        """The checksum of a whole parameter before user code gets it; None if no comparison follows."""
-        return checksum(whole) if self.are_compared() else None
+    def sum_of(self, unsharded: Tensor) -> Tensor | None:
+        """Return the checksum of a parameter before user code reads it; None if no comparison follows."""
+        return checksum(unsharded) if self.are_compared() else None
 
-    def add(self, parameter: Tensor, whole: Tensor, before: Tensor | int | None = 0) -> None:
-        """Add what a whole parameter is now.
+    def add(self, parameter: Tensor, unsharded: Tensor, before: Tensor | int | None = 0) -> None:
+        """Add the change of a parameter since `sum_of`.
 
         Args:
             parameter: The parameter, as the module has it between steps.
-            whole: All of its elements, on this rank.
+            unsharded: Its unsharded values.
             before: The result of `sum_of`; with 0 every rank has to add equally often.
         """
         if before is not None and self.are_compared():
-            self._sums[parameter] = self._sums.get(parameter, 0) + checksum(whole) - before
+            self._sums[parameter] = self._sums.get(parameter, 0) + checksum(unsharded) - before
 
     def take(self, module: nn.Module) -> dict[str, int]:
-        """The sums since the last call, by name of each parameter: what `Backend.written` returns."""
+        """Return the sums since the last call by parameter name, for `Backend.written`."""
         return {name: int(self._sums.pop(parameter, 0)) for name, parameter in module.named_parameters()}
 
 
 class _Item(NamedTuple):
-    """A thing of which every rank that holds it must have the same.
+    """A value that must be equal on every rank that holds it.
 
     Attributes:
-        kind: Key of its remedy.
-        name: The name of it in the message.
-        box: The part of the tensor, if it is one.
+        kind: The key of its remedy.
+        name: Its name in the message.
+        box: The box of the tensor; None for other values.
     """
 
     kind: str
@@ -170,13 +171,13 @@ class _Item(NamedTuple):
 def _items(
     backend: Backend[Any], module: nn.Module, optimizers: Sequence[Optimizer], *, with_buffers: bool
 ) -> Iterator[tuple[_Item, Any]]:
-    """Everything on this rank that another rank may hold too: what others may follow from comes first."""
-    yield _Item("plan", "what the engine decided"), backend.decisions(module)
+    """Yield all values of this rank that another rank may hold, too: likely causes before their effects."""
+    yield _Item("plan", "the engine's decisions"), backend.decisions(module)
     for index, optimizer in enumerate(optimizers):
         yield from _of_optimizer(backend, module, optimizer, f" of optimizer {index}")
     yield from _gradients(backend, module, optimizers)
     for name, written in backend.written(module).items():
-        yield _Item("written", f"what was written into the parameter '{name}'"), written
+        yield _Item("written", f"the writes into the parameter '{name}'"), written
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     skipped = _statistics(module)
     for name, shard in backend.model_state(module).tensors.items():
@@ -189,7 +190,7 @@ def _items(
 def _of_optimizer(
     backend: Backend[Any], module: nn.Module, optimizer: Optimizer, of: str
 ) -> Iterator[tuple[_Item, Any]]:
-    """Yield the numbers of an optimizer: its options and counters, not its tensors."""
+    """Yield the options and counters of an optimizer, not its tensors."""
     state = backend.optimizer_state(module, optimizer)
     for index, group in enumerate(state["param_groups"]):
         for option, value in group.items():
@@ -206,7 +207,7 @@ def _of_optimizer(
 def _gradients(
     backend: Backend[Any], module: nn.Module, optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[_Item, bool]]:
-    """Which parameters have a gradient, where the engine leaves one on every rank."""
+    """Yield whether each parameter has a gradient, for engines that leave one on every rank."""
     if type(backend).publish_gradients is not Backend.publish_gradients:
         return
     handles = [gradient for optimizer in optimizers for gradient in backend.gradients(optimizer)]
@@ -217,7 +218,7 @@ def _gradients(
 
 
 def _statistics(module: nn.Module) -> set[str]:
-    """Names of the running statistics of normalization layers."""
+    """Return the names of the running statistics of normalization layers."""
     return {
         f"{prefix}.{name}".lstrip(".")
         for prefix, layer in module.named_modules(remove_duplicate=False)
@@ -227,12 +228,12 @@ def _statistics(module: nn.Module) -> set[str]:
 
 
 class Watch:
-    """Compares the ranks of one run after its first steps, and every so often.
+    """Compares the ranks of one run after its first steps, and then at an interval.
 
     Args:
-        backend: Says what this rank holds.
-        every: After how many steps; None for the first steps only, 0 for never. Buffers are compared only
-            where it is a number, as a layer may keep there what it saw of its own rank's data.
+        backend: Lists the values of this rank.
+        every: The interval in steps; None compares after the first steps only, 0 never. Buffers are compared
+            only with an interval, because a layer may keep values of its own rank's data in them.
     """
 
     def __init__(self, backend: Backend[Any], *, every: int | None) -> None:
@@ -245,14 +246,14 @@ class Watch:
         self._holders: dict[_Item, list[int]] = {}
 
     def after_step(self, module: nn.Module, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        """Count a step, and compare the ranks if it is time. Collective when it is.
+        """Count a step, and compare the ranks if they are due. Collective then.
 
         Args:
             module: The laid-out module.
-            optimizers: Yields all optimizers of the module.
+            optimizers: Returns all optimizers of the module.
 
         Raises:
-            DisagreementError: The ranks differ in what they must have in common; the same on every rank.
+            DisagreementError: A replicated value differs between ranks; raised on every rank.
         """
         self._steps += 1
         if self._every == 0 or not is_distributed():
@@ -271,7 +272,7 @@ class Watch:
         """Compare the ranks now. Collective."""
         mine = dict(_items(self._backend, module, optimizers, with_buffers=bool(self._every)))
         table = self._exchange(mine)
-        if table is None:  # the layout is new, on some rank
+        if table is None:  # some rank holds other values than before, such as new optimizer state
             self._agree_on_items(list(mine))
             table = self._exchange(mine)
             assert table is not None
@@ -287,7 +288,7 @@ class Watch:
         return [table[rank] for rank in self._holders[item]]
 
     def _agree_on_items(self, mine: list[_Item]) -> None:
-        """Find out which things more than one rank holds."""
+        """Find the values that more than one rank holds. Collective."""
         self._holders = {}
         for rank, items in enumerate(all_gather_object(mine, control_group())):
             for item in items:
@@ -296,7 +297,8 @@ class Watch:
         self._own = mine
 
     def _exchange(self, mine: dict[_Item, Any]) -> list[list[int]] | None:
-        """Every rank's checksums of the shared things; None if some rank holds others than it did."""
+        """Return every rank's checksums of the shared values; None if a rank holds others than before."""
+        # One row of numbers per rank: names travel only when they change, in `_agree_on_items`.
         known = self._own == list(mine)
         sums = _checksums([mine.get(item) for item in self._shared]) if known else [0] * len(self._shared)
         row = torch.tensor([int(known), *sums], dtype=torch.int64)
@@ -316,17 +318,17 @@ class Watch:
         odd = [rank for rank in ranks if table[rank][column] != usual]
         values = all_gather_object(_portable(mine.get(first)), control_group())
         difference = "" if first.kind == "written" else _difference(values[model], values[odd[0]])
-        more = f" Next of {len(differing)} that differ is {differing[1].name}." if len(differing) > 1 else ""
+        count = len(differing)
+        more = f" {count} values differ; the next is {differing[1].name}." if count > 1 else ""
         raise DisagreementError(
             f"after step {self._steps} of this run the ranks differ in {first.name}: rank "
-            f"{', '.join(map(str, odd[:8]))} does not have what rank {model} has"
-            f"{difference}.{more}",
-            remedy=f"{_REMEDIES[first.kind]} check_every=0 goes on without looking.",
+            f"{', '.join(map(str, odd[:8]))} differs from rank {model}{difference}.{more}",
+            remedy=f"{_REMEDIES[first.kind]} check_every=0 turns the comparison off.",
         )
 
 
 def _checksums(values: Sequence[Any]) -> list[int]:
-    """Those of tensors are copied from each device at once."""
+    """Return the checksums of values, with one copy from each device."""
     sums = [checksum(value) if isinstance(value, Tensor) else None for value in values]
     taken = [each for each in sums if each is not None]
     found = {
@@ -344,7 +346,7 @@ def _portable(value: Any) -> Any:
 
 
 def _difference(usual: Any, odd: Any) -> str:
-    """How large it is, in words."""
+    """Describe the size of a difference."""
     if not isinstance(usual, Tensor) or not isinstance(odd, Tensor):
         return f" ({odd} for {usual})" if max(len(str(odd)), len(str(usual))) < 100 else ""
     if usual.is_floating_point():
