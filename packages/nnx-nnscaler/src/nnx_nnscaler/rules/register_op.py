@@ -62,8 +62,7 @@ def register_op(
 
     Args:
         annotation: The annotation.
-        fake: A function from tensors without data to results of the right shape, for a body that reads
-            values.
+        fake: A function from meta tensors to results of the right shape, for a body that reads values.
 
     Raises:
         AnnotationError: The annotation cannot be read, or does not fit the function's arguments.
