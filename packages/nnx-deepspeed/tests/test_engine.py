@@ -60,6 +60,7 @@ HOST = ("nnx_deepspeed_3_cpu", PARTS)
         ),
         ("state dropped", "`optimizer.state` was read or written while training"),
         ("used again", "sometimes.weight is used in this step and was not used in an earlier one"),
+        ("no closure", "takes no closure, and DeepSpeed's own step runs in one"),
         ("arguments of backward", "takes a loss and `retain_graph`, nothing else"),
         ("mixed dtypes", "DeepSpeed trains float32 parameters; embed.weight is float64"),
         ("64-true", "DeepSpeed keeps float32 masters; precision='64-true' needs another dtype"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
@@ -115,7 +116,7 @@ class ZeroEngine:
         fitting = with_fitting_buckets(config, module)
         self._engine = _initialize(module, self.shadow, fitting, device=device, local_rank=local_rank)
         self._deepspeed_attributes = {p: set(vars(p)) - self._attributes[p] for p in module.parameters()}
-        self._is_boundary = self._has_reduced = self._has_failed = False
+        self._is_boundary = self._has_reduced = self._has_failed = self._takes_closure = False
         self.set_boundary(True)
         self.zero: Any = self._engine.optimizer
         share_masters(self.zero)
@@ -283,11 +284,26 @@ class ZeroEngine:
             visible.update(self._step())
             return loss
 
+        if not self._takes_closure:
+            self._refuse_without_closure(step)
         visible: dict[nn.Parameter, Tensor] = {}
         with self.state.stepping():
             result = step(closure=closure_and_step)  # `p.grad` is None, so the user's own update does nothing
         self.gathered_gradients.show_again(visible)
         return result
+
+    def _refuse_without_closure(self, step: Callable[..., Any]) -> None:
+        """Refuse an optimizer whose step takes no closure, in which DeepSpeed's step runs."""
+        with suppress(ValueError):  # a function of C has no signature
+            try:
+                inspect.signature(step).bind(closure=None)
+            except TypeError:
+                raise UnsupportedError(
+                    f"`{getattr(step, '__qualname__', step)}` takes no closure, and DeepSpeed's own step "
+                    "runs in one.",
+                    remedy="Define `step(self, closure=None)`, and call the closure before the update.",
+                ) from None
+        self._takes_closure = True
 
     def _step(self) -> dict[nn.Parameter, Tensor]:
         """Let DeepSpeed step, and return the gradients that user code sees."""

@@ -172,6 +172,25 @@ class Doubled(Net):
         self.embed.double()
 
 
+class ClosureLess(torch.optim.SGD):
+    """Its step takes no arguments."""
+
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+
+
+class StepsByHand(_with(lambda parameters: ClosureLess(parameters, 0.1))):  # type: ignore[misc]
+    """Calls backward and the optimizer itself."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        self.manual_backward(self._loss(*batch))
+        self.optimizers().step()
+
+
 def _configured(config: dict[str, Any], **options: Any) -> Run:
     return replace(SHORT, options={"config": config, **options})
 
@@ -190,6 +209,7 @@ REFUSED: dict[str, tuple[type[Net], Run]] = {
     "frozen in mid-run": (Frozen, SHORT),
     "gradients of its own": (Surgeon, SHORT),
     "state dropped": (Forgetful, SHORT),
+    "no closure": (StepsByHand, SHORT),
     "used again": (Returning, replace(SHORT, steps=3)),
     "mixed dtypes": (Doubled, SHORT),
     "64-true": (Net, replace(SHORT, precision="64-true")),
