@@ -264,7 +264,7 @@ def _is_any_sharded(inputs: Any) -> bool:
 
 _GRAD: Any = Tensor.grad
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward})
-_OWN_ATTRIBUTES = frozenset({"_part", "_of", "_local", "_is_param"})
+_OWN_ATTRIBUTES = frozenset({"_part", "_is_param"})
 
 
 def attributes_of(tensor: Any) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.agree.divergence import refuse_unequal_gradient
 from nnx_core.errors import UnsupportedError
 from nnx_core.view import guard as guards
-from nnx_core.view.guard import Guard
+from nnx_core.view.guard import Guard, guard, part_of
 from nnx_core.view.guarded_parameters import AssignedData, Snapshot
 from nnx_nnscaler.ir.placement import Placement, R
 from nnx_nnscaler.runtime.functions import Conversions
@@ -311,10 +310,12 @@ class Part(guards.Part):
     Attributes:
         gradients: The sharding of a parameter's gradients; None if they are full.
         shown: The stand-in that user code read as the gradient last.
+        of: The part of the parameter, if this is its gradient.
     """
 
     gradients: GradientParts | None = None
-    shown: Any = None
+    shown: Tensor | None = None
+    of: Part | None = None
     _source_of_data: AssignedData | None = None
 
     def __init__(
@@ -416,7 +417,9 @@ class Part(guards.Part):
 
     def gradient(self, gradient: Tensor) -> Part:
         """Return the guard of this parameter's gradient."""
-        return self._alike(gradient, f"the gradient of {self._name}")
+        part = self._alike(gradient, f"the gradient of {self._name}")
+        part.of = self
+        return part
 
     def state(self, value: Tensor, name: str) -> Part | None:
         """Return the guard of a tensor of optimizer state; None if it is not sharded like the parameter."""
@@ -456,9 +459,10 @@ class Part(guards.Part):
             if gradient is None or self.gradients is None or self.gradients.are_whole():
                 self.shown = None
                 return gradient
-            if self.shown is None or self.shown._local is not gradient:
-                self.shown = _show(self, gradient)
-            return cast(Tensor, self.shown)
+            part = part_of(self.shown)
+            if part is None or part.tensor is not gradient:
+                self.shown = _show(self.gradient(gradient), gradient)
+            return self.shown
 
     @override
     def gradient_given(self, gradient: Any) -> None:
@@ -467,13 +471,14 @@ class Part(guards.Part):
             if gradient is None:
                 self.tensor.grad = self.shown = None
                 return
-            if isinstance(gradient, _Shown):
-                gradient._part.flush()
+            known = part_of(gradient)
+            if known is not None:
+                known.flush()
                 # The parameter's own gradient, set again, needs no gather.
-                if gradient._of is self:
-                    self.tensor.grad = gradient._local
+                if isinstance(known, Part) and known.of is self:
+                    self.tensor.grad = known.tensor
                     return
-                gradient = gradient._part.value().clone()
+                gradient = known.value().clone()
             self.shown = None
             if not isinstance(gradient, Tensor):
                 self.tensor.grad = gradient
@@ -506,8 +511,8 @@ class Part(guards.Part):
 
     def _call_hook(self, gradient: Tensor, hook: Callable[..., Any]) -> Tensor | None:
         with local_mode():
-            shown = _show(self, gradient)
-            shown._part = share = self.share(gradient)
+            share = self.share(gradient)
+            shown = _show(share, gradient)
             # The hook is user code, which sees full tensors of other parameters too.
             with guarded_mode():
                 answer = hook(shown)
@@ -579,28 +584,11 @@ class Part(guards.Part):
         self._made_of, self._seen = self._local_state(), Snapshot(whole)
 
 
-class _Shown(Guard, Tensor):  # type: ignore[misc] # their __repr__ differ
-    """A stand-in of the full gradient of a guarded parameter; it shares memory with the local gradient.
-
-    Attributes:
-        _of: The guard of the parameter.
-        _local: The gradient of the local shard.
-    """
-
-    _of: Part
-    _local: Tensor
-
-    @cached_property
-    def _part(self) -> Part:  # type: ignore[override]
-        with local_mode():
-            return self._of.gradient(self._local)
-
-
-def _show(part: Part, gradient: Tensor) -> _Shown:
-    shown: Any = gradient.view_as(gradient) if gradient.requires_grad else gradient.detach()
-    shown.__class__ = _Shown
-    shown._of, shown._local = part, gradient
-    return cast(_Shown, shown)
+def _show(part: Part, gradient: Tensor) -> Tensor:
+    """Return a guarded tensor for user code, which shares memory with a local gradient."""
+    shown = gradient.view_as(gradient) if gradient.requires_grad else gradient.detach()
+    guard(shown, part)
+    return shown
 
 
 class _Whole(torch.autograd.Function):
