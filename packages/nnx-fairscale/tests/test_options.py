@@ -59,7 +59,7 @@ def test_what_is_no_layer_class_is_refused() -> None:
 
 def test_a_policy_that_matches_nothing_is_refused() -> None:
     options = FairscaleFSDPOptions(auto_wrap_policy=torch.nn.Conv2d)
-    with pytest.raises(OptionError, match="auto_wrap_policy names Conv2d, of which Sequential has none"):
+    with pytest.raises(OptionError, match="auto_wrap_policy names Conv2d, but Sequential has no such layer"):
         choose_units(torch.nn.Sequential(torch.nn.Linear(2, 2)), options)
     options = FairscaleFSDPOptions(auto_wrap_policy="Linaer")
     with pytest.raises(

@@ -188,4 +188,4 @@ def test_the_state_of_every_optimizer_of_torch_resumes_exactly(pool: WorkerPool,
 
 def test_an_optimizer_that_rank_0_cannot_try_is_refused_on_every_rank(pool: WorkerPool) -> None:
     for message in pool.run(try_what_rank_0_cannot_describe, world_size=2, init="gloo"):
-        assert "what SGD depends on failed on rank 0: it lies nowhere. Put it somewhere." in message
+        assert "probing SGD failed on rank 0: it lies nowhere. Put it somewhere." in message

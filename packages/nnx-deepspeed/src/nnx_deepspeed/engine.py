@@ -6,7 +6,7 @@ import inspect
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
@@ -294,15 +294,13 @@ class ZeroEngine:
 
     def _refuse_without_closure(self, step: Callable[..., Any]) -> None:
         """Refuse an optimizer whose step takes no closure, in which DeepSpeed's step runs."""
-        with suppress(ValueError):  # a function of C has no signature
-            try:
-                inspect.signature(step).bind(closure=None)
-            except TypeError:
-                raise UnsupportedError(
-                    f"`{getattr(step, '__qualname__', step)}` takes no closure, and DeepSpeed's own step "
-                    "runs in one.",
-                    remedy="Define `step(self, closure=None)`, and call the closure before the update.",
-                ) from None
+        # A scheduler's wrapper has the signature of the function, which counts the optimizer itself.
+        if not (_binds(step) or _binds(step, self.shadow)):
+            raise UnsupportedError(
+                f"`{getattr(step, '__qualname__', step)}` takes no closure, and DeepSpeed's own step "
+                "runs in one.",
+                remedy="Define `step(self, closure=None)`, and call the closure before the update.",
+            )
         self._takes_closure = True
 
     def _step(self) -> dict[nn.Parameter, Tensor]:
@@ -527,3 +525,14 @@ def copy_hyperparameters(groups: Sequence[dict[str, Any]], shadow: Optimizer) ->
     """
     for source, target in zip(groups, shadow.param_groups, strict=True):
         target.update({key: value for key, value in source.items() if key != "params"})
+
+
+def _binds(step: Callable[..., Any], *args: Any) -> bool:
+    """Return True if a step takes these arguments and a closure, or has no signature."""
+    try:
+        inspect.signature(step).bind(*args, closure=None)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C
+        return True
+    return True

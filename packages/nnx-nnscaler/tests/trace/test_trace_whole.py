@@ -282,7 +282,7 @@ def test_a_module_on_meta_whose_submodule_must_stay_whole_is_refused():
     with torch.device("meta"):
         module = Mixture()
     with pytest.raises(
-        TraceError, match=r"moe has to stay whole .* on the meta device, .* Create the module on a real"
+        TraceError, match=r"moe must run in eager mode .* on the meta device, .* Create the module on a real"
     ):
         trace_forward(module, (torch.randn(4, 8),))
 
