@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 import nnx_checkpoint
+from nnx_base.box import Box
 from nnx_checkpoint._torch_compat import position_in_file
 from nnx_checkpoint.foreign.contents import ForeignCheckpoint
+from nnx_checkpoint.foreign.flat_buffers import pieces_of_range
 from nnx_checkpoint.reading.naming import stored_optimizer_states
 from nnx_checkpoint.unpickling.allowed import Inert
-from nnx_checkpoint.unpickling.torch_file import load_torch_file
+from nnx_checkpoint.unpickling.torch_file import FileTensor, load_torch_file
 from nnx_core.errors import CheckpointError
 
 
@@ -296,3 +298,9 @@ def test_a_claimed_number_of_ranks_costs_nothing(tmp_path: Path, monkeypatch: py
     nnx_checkpoint.convert(tmp_path / "one.ckpt", tmp_path / "dcp", to="dcp")
     monkeypatch.undo()
     assert nnx_checkpoint.open_checkpoint(tmp_path / "dcp").own_ranks == []
+
+
+def test_a_shape_of_thousands_of_dims_is_refused_at_once() -> None:
+    source = FileTensor((8,), torch.float32, (1,), Path("flat.pt"), 0)
+    with pytest.raises(CheckpointError, match="claims 5000 dims"):
+        pieces_of_range(source, 0, Box.whole((2,) * 5000), 0, 8)

@@ -19,6 +19,9 @@ from nnx_checkpoint.foreign.contents import TENSORS, Contents
 from nnx_checkpoint.format.index import Piece
 from nnx_checkpoint.unpickling.torch_file import FileTensor
 
+_MOST_DIMS = 64
+"""The largest number of dims that torch's operators take."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -70,8 +73,13 @@ def pieces_of_range(source: FileTensor, position: int, outer: Box, start: int, s
         stop: One past its last element.
 
     Raises:
-        CheckpointError: The tensor in the file ends before the range does.
+        CheckpointError: The tensor in the file ends before the range does, or the box has too many dims.
     """
+    if len(outer.size) > _MOST_DIMS:
+        raise CheckpointError(
+            f"a tensor of '{source.path}' claims {len(outer.size)} dims; torch has at most {_MOST_DIMS}.",
+            remedy="Restore the file from a backup, or use another checkpoint.",
+        )
     if position + stop - start > source.numel or not source.is_contiguous:
         raise CheckpointError(
             f"a tensor of '{source.path}' has {source.numel} elements, expected at least "

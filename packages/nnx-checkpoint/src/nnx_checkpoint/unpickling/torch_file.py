@@ -247,8 +247,8 @@ def _record_stops(path: Path, places: Mapping[str, int]) -> dict[int, int]:
             raise CheckpointError(
                 f"'{path}' has two records with one name.", remedy="torch never does; use another checkpoint."
             )
-        for name in places:
-            archive.open(entries[name]).close()  # compares the name with the record's own
+        for entry in archive.infolist():
+            archive.open(entry).close()  # compares the names
     length = path.stat().st_size  # a record may claim to reach beyond the file
     return {place: min(place + entries[name].compress_size, length) for name, place in places.items()}
 
