@@ -78,9 +78,16 @@ class Checkpoint(ABC):
 
     def _with_tensors(self, rank: int | None) -> Any:
         """Return a tree with its tensors (read together: one file may hold thousands)."""
-        names: dict[str, None] = {}
-        self.tree(rank, names.setdefault)
-        return self.tree(rank, self.read_all(names).__getitem__)
+        tensors: dict[str, Tensor] = {}
+
+        def allocated(name: str) -> Tensor:
+            if name not in tensors:
+                tensors[name] = self._allocate(name, Box.whole(self.entry(name).shape))
+            return tensors[name]
+
+        tree = self.tree(rank, allocated)
+        self.fill({name: shard_of(tensor) for name, tensor in tensors.items()})
+        return tree
 
     @abstractmethod
     def tree(self, rank: int | None, tensor: Callable[[str], Any]) -> Any:
