@@ -116,7 +116,7 @@ def flat_bytes(tensor: Tensor, limit: int = _SLAB) -> Iterator[memoryview]:
 
     Memory on the CPU that is contiguous is not copied at all.
     """
-    import torch
+    from nnx_base.dtypes import as_bytes
 
     if tensor.numel() == 0:
         return
@@ -127,10 +127,8 @@ def flat_bytes(tensor: Tensor, limit: int = _SLAB) -> Iterator[memoryview]:
             yield from flat_bytes(tensor.narrow(dim, 0, half), limit)
             yield from flat_bytes(tensor.narrow(dim, half, tensor.shape[dim] - half), limit)
             return
-        tensor = tensor.resolve_conj().resolve_neg().to("cpu").contiguous()
-    # A dim of extent 1 may have any stride, and `reshape` would keep it.
-    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    yield memoryview(flat.numpy())  # type: ignore[arg-type]
+        tensor = tensor.resolve_conj().resolve_neg().to("cpu")
+    yield memoryview(as_bytes(tensor).numpy())  # type: ignore[arg-type]
 
 
 # A region reduces to as few reads as possible. If it covers the inner dims completely it is one range;

@@ -22,6 +22,7 @@ import xxhash
 from torch import Tensor
 
 from nnx_base.box import Box
+from nnx_base.dtypes import as_bytes
 from nnx_base.errors import CheckpointError
 from nnx_checkpoint.format.index import Piece, TensorEntry
 from nnx_checkpoint.format.manifest import rank_file
@@ -278,5 +279,4 @@ def _in_place(view: Tensor) -> bool:
 
 
 def _bytes_of(view: Tensor) -> memoryview:
-    flat = view.as_strided((view.numel(),), (1,)).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]
+    return memoryview(as_bytes(view).numpy())  # type: ignore[arg-type] # no copy of what is `_in_place`
