@@ -336,12 +336,6 @@ class Weights(GuardedParameters[_PiecePart, _ParameterPart]):
         if all(part.unit.unreduced_gradient(part.piece) is None for part in self._own_gradients):
             super().settle()
 
-    def begin_step(self) -> None:
-        """Free what was gathered; losses that depend on it keep it."""
-        self.flush()
-        for part in self._differentiated:
-            part.drop_leaf()
-
     @property
     def has_hooks(self) -> bool:
         """True if hooks read accumulated gradients, which backward must then reduce."""

@@ -155,9 +155,7 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
             inner_backwards: True if the backwards in it do not train, so that weights stay gathered after
                 them.
         """
-        self.flush()
-        for part in self._differentiated:
-            part.drop_leaf()
+        self.begin_step()
         self._follow_parameters()
         self._in_step = inner_backwards
         try:

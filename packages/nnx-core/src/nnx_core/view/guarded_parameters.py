@@ -44,6 +44,9 @@ class GuardedParameter(Protocol):
             gradient: This rank's gradient of the gathered parameter; None if only other ranks have one.
         """
 
+    def drop_leaf(self) -> None:
+        """Gather again for the next loss; a loss that depends on what was gathered keeps it."""
+
 
 G = TypeVar("G", bound=Gathered)
 P = TypeVar("P", bound=GuardedParameter)
@@ -80,6 +83,12 @@ class GuardedParameters(Generic[G, P]):
         parts, self._gathered = self._gathered, []
         for part in parts:
             part.forget()
+
+    def begin_step(self) -> None:
+        """Free what was gathered; losses that depend on it keep it."""
+        self.flush()
+        for part in self._differentiated:
+            part.drop_leaf()
 
     def add_leaf(self, part: P, leaf: Tensor) -> None:
         """Collect the gradients of a gathered tensor that a loss may depend on."""
