@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 from nnx_core.agree.divergence import Writes
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.optimizers.own_optimizers import OwnOptimizers
+from nnx_core.optimizers.step_arguments import with_closure
 from nnx_core.view.guard import local_mode
 from nnx_core.view.hidden_optimizer_state import HiddenState
 from nnx_core.view.modules import lay_in_order, move_buffers_to, with_strides
@@ -116,7 +116,7 @@ class ZeroEngine:
         fitting = with_fitting_buckets(config, module)
         self._engine = _initialize(module, self.shadow, fitting, device=device, local_rank=local_rank)
         self._deepspeed_attributes = {p: set(vars(p)) - self._attributes[p] for p in module.parameters()}
-        self._is_boundary = self._has_reduced = self._has_failed = self._takes_closure = False
+        self._is_boundary = self._has_reduced = self._has_failed = False
         self.set_boundary(True)
         self.zero: Any = self._engine.optimizer
         share_masters(self.zero)
@@ -273,6 +273,11 @@ class ZeroEngine:
                 remedy="Add the losses and call backward once, or use 'nnx_deepspeed_2' or 'fsdp_auto'.",
             )
 
+    @cached_property
+    def _takes_closure(self) -> bool:
+        """True if the user's step takes a closure, in which DeepSpeed's step runs."""
+        return "closure" in with_closure(type(self.optimizer).step, lambda: None)[1]
+
     def step(self, step: Callable[..., T], closure: Callable[[], Any] | None) -> T:
         """Run the user's optimizer step with its hooks and closure, and DeepSpeed's own step inside it."""
 
@@ -285,23 +290,16 @@ class ZeroEngine:
             return loss
 
         if not self._takes_closure:
-            self._refuse_without_closure(step)
+            raise UnsupportedError(
+                f"`{type(self.optimizer).__qualname__}.step` takes no closure, and DeepSpeed's own step runs "
+                "in one.",
+                remedy="Define `step(self, closure=None)`, and call the closure before the update.",
+            )
         visible: dict[nn.Parameter, Tensor] = {}
         with self.state.stepping():
             result = step(closure=closure_and_step)  # `p.grad` is None, so the user's own update does nothing
         self.gathered_gradients.show_again(visible)
         return result
-
-    def _refuse_without_closure(self, step: Callable[..., Any]) -> None:
-        """Refuse an optimizer whose step takes no closure, in which DeepSpeed's step runs."""
-        # A scheduler's wrapper has the signature of the function, which counts the optimizer itself.
-        if not (_binds(step) or _binds(step, self.shadow)):
-            raise UnsupportedError(
-                f"`{getattr(step, '__qualname__', step)}` takes no closure, and DeepSpeed's own step "
-                "runs in one.",
-                remedy="Define `step(self, closure=None)`, and call the closure before the update.",
-            )
-        self._takes_closure = True
 
     def _step(self) -> dict[nn.Parameter, Tensor]:
         """Let DeepSpeed step, and return the gradients that user code sees."""
@@ -525,14 +523,3 @@ def copy_hyperparameters(groups: Sequence[dict[str, Any]], shadow: Optimizer) ->
     """
     for source, target in zip(groups, shadow.param_groups, strict=True):
         target.update({key: value for key, value in source.items() if key != "params"})
-
-
-def _binds(step: Callable[..., Any], *args: Any) -> bool:
-    """Return True if a step takes these arguments and a closure, or has no signature."""
-    try:
-        inspect.signature(step).bind(*args, closure=None)
-    except TypeError:
-        return False
-    except ValueError:  # a function of C
-        return True
-    return True
