@@ -57,7 +57,7 @@ class Quick:
             return True
         if check.of_adapter:
             return self.adapter
-        return not {check.group, check.run.__module__.partition(".checks.")[2]}.isdisjoint(self.groups)
+        return not {check.group, check.module}.isdisjoint(self.groups)
 
 
 def mark_full(items: Iterable[pytest.Item]) -> None:

@@ -163,11 +163,11 @@ class Retrying:
         random_state.restore(last.random_state)
         last.watch(last.run())
         # The loss is not computed again: the outputs are the same, and their gradients are known.
-        outputs = [last.outputs[index] for index in sorted(gradients)]
-        for index, output in zip(sorted(gradients), outputs, strict=True):
+        outputs = {last.outputs[index]: gradient for index, gradient in sorted(gradients.items())}
+        for output, gradient in outputs.items():
             # An output may be computed from another one, whose known gradient counts that path already.
-            output.register_hook(lambda _, known=gradients[index]: known)  # type: ignore[no-untyped-call]
-        torch.autograd.backward(outputs, [gradients[index] for index in sorted(gradients)])
+            output.register_hook(lambda _, known=gradient: known)  # type: ignore[no-untyped-call]
+        torch.autograd.backward(list(outputs), list(outputs.values()))
 
     def _lower(self, model: ChunkedModel, failure: DeviceMemoryError, *, after: int, why_not: str) -> int:
         """Lower the plan's device memory on all ranks together, or raise.

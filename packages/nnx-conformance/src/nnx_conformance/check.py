@@ -122,6 +122,11 @@ class Check:
     refusable: bool = False
     deadline: float = DEADLINE
 
+    @property
+    def module(self) -> str:
+        """The entry of `MODULES` that has the check, such as ``"user_patterns.gradients"``."""
+        return _module_of(self.run)
+
 
 _CHECKS: dict[str, Check] = {}
 
@@ -177,7 +182,7 @@ def all_checks() -> tuple[Check, ...]:
     for module in MODULES:
         importlib.import_module(f"nnx_conformance.checks.{module}")
     # The order of imports may differ: a test may have imported a later module for its models.
-    return tuple(sorted(_CHECKS.values(), key=lambda one: MODULES.index(_module_of(one.run))))
+    return tuple(sorted(_CHECKS.values(), key=lambda one: MODULES.index(one.module)))
 
 
 def _module_of(function: Callable[[Bench], None]) -> str:
