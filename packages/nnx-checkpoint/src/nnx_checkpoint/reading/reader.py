@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nnx_base.box import Box
 from nnx_base.errors import CheckpointError
-from nnx_base.shard import Shard, shard_of
+from nnx_base.shard import Shard
 from nnx_checkpoint.format.index import TensorEntry
 from nnx_checkpoint.reading.fetching import Wanted
 
@@ -78,15 +78,15 @@ class Checkpoint(ABC):
 
     def _with_tensors(self, rank: int | None) -> Any:
         """Return a tree with its tensors (read together: one file may hold thousands)."""
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Wanted] = {}
 
         def allocated(name: str) -> Tensor:
             if name not in tensors:
-                tensors[name] = self._allocate(name, Box.whole(self.entry(name).shape))
-            return tensors[name]
+                tensors[name] = self._allocated(name)
+            return tensors[name].view
 
         tree = self.tree(rank, allocated)
-        self.fill({name: shard_of(tensor) for name, tensor in tensors.items()})
+        self._fetch([tensor for tensor in tensors.values() if tensor.box.numel])
         return tree
 
     @abstractmethod
@@ -144,11 +144,10 @@ class Checkpoint(ABC):
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """Read one tensor, or one box of it, into new memory on the CPU."""
-        entry = self.entry(name)
-        box = box or Box.whole(entry.shape)
-        tensor = self._allocate(name, box)
-        self.fill({name: Shard(entry.shape, entry.dtype, (box,), (tensor,))})
-        return tensor
+        wanted = self._allocated(name, box)
+        self._require_inside(wanted.entry, name, wanted.box)
+        self._fetch([wanted] if wanted.box.numel else [])
+        return wanted.view
 
     def read_all(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Read tensors into new memory on the CPU, by name. Each file is opened once.
@@ -156,16 +155,16 @@ class Checkpoint(ABC):
         Args:
             names: The names of the tensors, which may be aliases; None for all.
         """
-        wanted = self.tensors if names is None else names
-        tensors = {name: self._allocate(name, Box.whole(self.entry(name).shape)) for name in wanted}
-        self.fill({name: shard_of(tensor) for name, tensor in tensors.items()})
-        return tensors
+        tensors = {name: self._allocated(name) for name in (self.tensors if names is None else names)}
+        self._fetch([tensor for tensor in tensors.values() if tensor.box.numel])
+        return {name: tensor.view for name, tensor in tensors.items()}
 
-    def _allocate(self, name: str, box: Box) -> Tensor:
-        """Return memory for a box of a tensor."""
+    def _allocated(self, name: str, box: Box | None = None) -> Wanted:
+        """Return a tensor, or one box of it, with new memory to read it into."""
         entry = self.entry(name)
+        box = box or Box.whole(entry.shape)
         try:
-            return torch.empty(box.size, dtype=entry.dtype)
+            return Wanted(entry, box, torch.empty(box.size, dtype=entry.dtype))
         except (
             RuntimeError,
             TypeError,
@@ -198,8 +197,11 @@ class Checkpoint(ABC):
                 remedy="Load with the precision that was saved, and convert the model afterwards.",
             )
         for box in shard.boxes:
-            if any(a + n > full for a, n, full in zip(box.offset, box.size, entry.shape, strict=True)):
-                raise CheckpointError(
-                    f"the requested slice {box} of tensor '{name}' is out of bounds for shape {entry.shape}.",
-                    remedy="Request a slice within the shape.",
-                )
+            self._require_inside(entry, name, box)
+
+    def _require_inside(self, entry: TensorEntry, name: str, box: Box) -> None:
+        if any(a + n > full for a, n, full in zip(box.offset, box.size, entry.shape, strict=True)):
+            raise CheckpointError(
+                f"the requested slice {box} of tensor '{name}' is out of bounds for shape {entry.shape}.",
+                remedy="Request a slice within the shape.",
+            )
