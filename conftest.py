@@ -1,4 +1,4 @@
-"""How a run of the whole suite begins. What tests of every package share is in `tests/helpers`."""
+"""Setup of every test run. Code that the tests of all packages share is in `tests/helpers`."""
 
 from __future__ import annotations
 

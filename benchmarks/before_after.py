@@ -1,11 +1,11 @@
-"""What a change did to a benchmark's ratios: the benchmark as it was at a commit, and as it is, in turns.
+"""Compare a benchmark's ratios before and after a change: its version at a commit and the present one.
 
     python benchmarks/before_after.py --rounds 5 a2712f2 step_time.py --steps 60
 
-Each side runs its own copy of the benchmark on its own sources, each first in every other round. A benchmark
-of this folder prints ratios of our side over another program's in the same run, which stay where the times
-of a busy machine do not; what is printed here is, for every such line, the median ratio before and after, and
-the median of their quotients over the rounds. Exit code 1 if a quotient of processor time is above the bar.
+The two sides take turns. Each runs its own copy of the benchmark on its own sources, and is first in every
+other round. A benchmark of this folder prints ratios of nnx over another program in the same run. These are
+stable on a busy machine, while times are not. For every such line this prints the median ratio before and
+after, and the median quotient over the rounds. Exit code 1 if a quotient of processor time is above the bar.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ Two processes hold a GPT's parameters and AdamW moments as DTensors sharded over
 take turns in random order, and every time is that of the slowest rank. Medians and their ratios are
 printed. Loads are cold (the files were dropped from the page cache) and warm. nnx writes and verifies
 checksums; DCP has none. "raw direct" and "raw buffered" move the same bytes with O_DIRECT and through
-the page cache, one file a rank, fsync included: what the disk could do at best. Saving in the background
-is compared with one memcpy of as many bytes as a rank holds: "blocking" is what training waits for,
+the page cache, one file a rank, fsync included, as the disk's lower bound. Saving in the background is
+compared with one memcpy of a rank's bytes: "blocking" is the time that training waits, and
 "total" ends with the commit. The first save allocates the memory for the copy and is shown on its own.
 """
 
@@ -100,7 +100,7 @@ class Contest:
         }
 
     def path(self, name: str) -> Path:
-        """Where a contender writes."""
+        """Return the path that a contender writes to."""
         return self.directory / name
 
     def dcp_save(self, writer: dcp.StorageWriter) -> None:
@@ -130,7 +130,7 @@ class Contest:
         os.close(fd)
 
     def save_in_background(self) -> tuple[float, float]:
-        """Seconds until the slowest rank may go on, and until everything is committed."""
+        """Return the seconds until the slowest rank continues, and until the commit of the save."""
         dist.barrier()
         start = time.perf_counter()
         save = nnx_checkpoint.save_async(
@@ -162,7 +162,7 @@ class Contest:
         return time.perf_counter() - start
 
     def clear(self, names: list[str]) -> None:
-        """Remove what was written, so that every save is the first at its path."""
+        """Remove the files, so that every save is the first at its path."""
         dist.barrier()
         if self.rank == 0:
             for name in names:
@@ -236,7 +236,7 @@ def report(results: dict[str, Times], gigabytes: float) -> None:
 
 
 def report_background(medians: dict[str, float], times: Times) -> None:
-    """Print what training waits for, against a memcpy."""
+    """Print the time that training waits, against a memcpy."""
     print(f"\nsave in the background: {WORLD_SIZE} processes, median of {len(times['memcpy'])}")
     for name, median in medians.items():
         low, high = min(times[name]), max(times[name])

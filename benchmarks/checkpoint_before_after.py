@@ -1,10 +1,10 @@
-"""What a change did to saving and loading: the sources as they were at a commit, and as they are, lap by lap.
+"""Compare saving and loading before and after a change: the sources at a commit and the present ones.
 
     python benchmarks/checkpoint_before_after.py --laps 20 a2712f2
 
-Two ranks with the sources of before and two with those of now hold the state of `checkpoint.py`. They take
-turns with every single save and load, so that both see the same minute of a noisy machine. Printed is the
-median of the quotients of neighbouring laps, with half the distance of its quartiles. Exit code 1 if one is
+Two ranks with the old sources and two with the present ones hold the state of `checkpoint.py`. They take
+turns with every single save and load, so that both see the same minute of a noisy machine. The output is the
+median of the quotients of neighbouring laps, with half their interquartile range. Exit code 1 if one is
 above the bar.
 """
 

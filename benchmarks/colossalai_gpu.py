@@ -4,12 +4,12 @@
     python benchmarks/colossalai_gpu.py step                      3 B on a card capped to 24 GiB; goal 2x
     python benchmarks/colossalai_gpu.py memory                    predicted against measured peak; goal 5%
 
-Needs a CUDA device, this repository and torch 2.11 or later. Every training runs in a process of its own, so
-that one that runs out of memory leaves nothing behind. The card is capped with
+Needs a CUDA device, this repository and torch 2.11 or later. Every training runs in its own process, so
+that running out of memory affects no other training. The card is capped with
 ``torch.cuda.set_per_process_memory_fraction``. Models are random, in bf16 with float32 masters and AdamW, and
 recompute the activations of every layer.
 
-It has not been run yet: the machines that this was written on have no GPU.
+It has not been run yet: the machines that it was written on have no GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SIDES = {
 
 
 def train_once(arguments: argparse.Namespace) -> int:
-    """Train a few steps and print what was seen as one line of JSON."""
+    """Train a few steps and print the measurements as one line of JSON."""
     total = torch.cuda.get_device_properties(0).total_memory
     allowed = min(total, int(arguments.card * GIB)) if arguments.card else total
     torch.cuda.set_per_process_memory_fraction(allowed / total)

@@ -7,16 +7,16 @@
 
 Both sides train the same GPT on the same batch with torch's fused AdamW, in the same process and at the same
 time: they take turns after every lap, each side first in every other pair of laps. A lap is a few steps and
-ends when nothing of them is under way any more, so each side pays for its own optimizer in the background.
-What others do to the machine meets both laps of a pair: the median of the ratios of all pairs stays where
-the times do not, and its standard error says how well it is known. Medians and minima of the processor time
-of all threads and of the time on the clock are printed as well. Every round begins anew, with other memory.
+ends when its last step is complete, so each side pays for its own optimizer in the background.
+Other work on the machine affects both laps of a pair. So the median of the ratios of all pairs is stable
+while the times are not; its standard error is printed. Medians and minima of the processor time
+of all threads and of the wall time are printed as well. Every round starts again, with other memory.
 
 Exit code 1 if the median of the ratios of processor time is above the bar, 2 if the weights of the two sides
-are not equal to the bit.
+are not bitwise equal.
 
-On a machine without a GPU the "device" is host memory too, so what offloading costs is its copies and
-conversions; the bar is for what stays on the device.
+On a machine without a GPU the "device" is host memory too, so offloading costs its copies and
+conversions; the bar is for the resident case.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def ours(model: GPT, arguments: argparse.Namespace) -> Side:
 
 
 def theirs(model: GPT, arguments: argparse.Namespace) -> Side:
-    """What one would write by hand."""
+    """Return the step as a user would write it by hand."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     if arguments.precision == "32-true":
         working: nn.Module = model
@@ -167,7 +167,7 @@ def make_model(arguments: argparse.Namespace) -> GPT:
 
 
 def timed(side: Side, ids: Tensor, labels: Tensor, steps: int) -> Lap:
-    """A lap: what one of its steps took by the clock, and in processor time of all threads."""
+    """The times of one of its steps: wall time, and processor time of all threads."""
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
         side.step(ids, labels)
@@ -176,7 +176,7 @@ def timed(side: Side, ids: Tensor, labels: Tensor, steps: int) -> Lap:
 
 
 def report(pairs: Sequence[Mapping[str, Lap]], arguments: argparse.Namespace) -> int:
-    """Print what both clocks say, and judge the processor time."""
+    """Print the ratios by both clocks, and judge the processor time."""
     print(
         f"{arguments.what}, {arguments.precision}, overlap {arguments.overlap}: GPT of {arguments.layers} "
         f"layers, width {arguments.width}, batch {arguments.batch} x {arguments.context}, "

@@ -1,10 +1,10 @@
 """A step of nnx-deepspeed against DeepSpeed's own loop, on the same model and config.
 
-Both engines live in the same processes and take turns, step by step, so that a busy machine slows both. Ours
-is the engine as the core drives it, without Trainer; theirs is ``engine(x)``, ``engine.backward``,
+Both engines run in the same processes and take turns, step by step, so that a busy machine slows both. "ours"
+is the engine as nnx_core drives it, without Trainer; "theirs" is ``engine(x)``, ``engine.backward``,
 ``engine.step``. The wall time of a step is that of the slowest rank, its processor time that of all ranks
-together. What counts is the median of the ratios of pairs of steps in processor time, which a busy machine
-moves least; the clock on the wall is printed too. Exits with 1 where a stage is over the bar, with 2 where
+together. The result is the median of the ratios of pairs of steps in processor time, which is the most stable
+on a busy machine; wall time is printed too. Exits with 1 if a stage is over the bar, with 2 if
 the losses of the two sides are not equal.
 
     python benchmarks/deepspeed_step.py --stages 1 2 3 --world-size 2 --width 512 --layers 8 --steps 40
@@ -33,7 +33,7 @@ WARMUP = 20
 """Steps that do not count; the ranks compare more in the first 16 (see `nnx_deepspeed.agreement`)."""
 Step = Callable[[Tensor], float]
 Pair = tuple[Lap, Lap]
-"""A step of ours and one of theirs."""
+"""One step of nnx and one of DeepSpeed."""
 
 
 def main() -> int:

@@ -1,12 +1,12 @@
-"""Step time with the watch (`check_every=100`) against the same training without it.
+"""Step time with the divergence check (`check_every=100`) against the same training without it.
 
     python benchmarks/divergence.py
     python benchmarks/divergence.py --strategy nnscaler_dp
 
 Both sides train the same GPT with the same strategy in the same processes of one run, in turns, each side
-first in every other round. A comparison falls on one step in a hundred, so the mean over all steps counts,
-not the median; beside it stands what the comparisons alone took, which a busy machine disturbs less. Exit
-code 1 if they took more than the bar.
+first in every other round. One step in a hundred has a comparison, so the output has the mean over all steps,
+not the median, and the time of the comparisons alone, which varies less on a busy machine. Exit code 1 if
+they took more than the bar.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def train(every: int, arguments: argparse.Namespace) -> tuple[list[float], list[
     finally:
         Watch.compare = compare  # type: ignore[method-assign]
     laps = [after - before for before, after in zip(stopwatch.starts, stopwatch.starts[1:], strict=False)]
-    return laps[arguments.warmup :], compared[2:]  # the first two find out who holds what
+    return laps[arguments.warmup :], compared[2:]  # the first two find the replicated tensors
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -121,7 +121,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="turns of each side")
     parser.add_argument("--steps", type=int, default=200, help="timed steps in a turn")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them that are not timed")
-    parser.add_argument("--every", type=int, default=100, help="`check_every` of the watched side")
+    parser.add_argument("--every", type=int, default=100, help="`check_every` of the checked side")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--context", type=int, default=64)

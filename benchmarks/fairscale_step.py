@@ -58,7 +58,7 @@ def ours(model: GPT) -> Step:
 
 
 def theirs(model: GPT) -> Step:
-    """What torch has for it."""
+    """Return torch's own equivalent."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     parallel = torch.nn.parallel.DistributedDataParallel(model)
@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def run(rank: int, arguments: argparse.Namespace, verdict: object) -> None:
-    """What each process does."""
+    """Run one process of the benchmark."""
     torch.set_num_threads(arguments.threads)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     pairs: list[dict[str, Lap]] = []
@@ -140,7 +140,7 @@ def timed(step: Step, ids: Tensor, labels: Tensor) -> Lap:
 
 
 def report(pairs: Sequence[Mapping[str, Lap]], arguments: argparse.Namespace) -> int:
-    """Print what both clocks say, and judge the processor time."""
+    """Print the ratios by both clocks, and judge the processor time."""
     print(
         f"fairscale_sharded, {RANKS} processes: GPT of {arguments.layers} layers, width {arguments.width}, "
         f"batch {arguments.batch} x {arguments.context}, {arguments.threads} threads, "

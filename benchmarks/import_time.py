@@ -1,13 +1,13 @@
-"""What nnx adds to `import torch`, and how long `nnx list` takes.
+"""Measure the time that nnx adds to `import torch`, and the time of `nnx list`.
 
     python benchmarks/import_time.py [--rounds 15] [--json]
 
 Each round starts cold processes with the hook off and on, in alternating order. Importing torch takes
 over a second and varies by tens of milliseconds, far more than the hook costs. So the bar is checked on
-the step of `import torch` that calls us, torch's own loop over its extensions, timed with our entry point
-hidden and visible, in CPU time because other work on the machine is not ours; its wall time and that of
+the step of `import torch` that calls nnx: torch's own loop over its extensions, timed with nnx's entry point
+hidden and visible, in CPU time, which excludes other work on the machine. Its wall time and that of
 the whole import are printed for both sides as well. Bars: under 5 ms added, and `nnx list` under 0.5 s
-wall with torch not imported; the latter means little where the load printed exceeds the number of cores.
+wall without importing torch; the latter means little if the printed load exceeds the number of cores.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Kill savers at random moments, and at every step that touches the file system; nothing may be lost.
+"""Kill savers at random moments, and at every step that touches the file system; no save may be lost.
 
     python benchmarks/kill_saves.py [--kills 200] [--signal KILL] [--every-step] [--async] [--seed 0]
                                     [--directory DIR] [--json]
 
-A trial starts one or two processes that save over an existing checkpoint again and again, every save with
+A trial starts one or two processes that save over an existing checkpoint repeatedly, every save with
 other values. At a random moment one of them (or all) gets SIGKILL. The survivor must end with an error
-instead of hanging, and what is on disk must be, whole and verified, the last save that was acknowledged
+instead of hanging. The disk must have a complete and verified checkpoint: the last acknowledged save
 or the one after it. ``--every-step`` kills instead right before the first, second, third ... operation on
-a name or an open file of one save, until a save gets through. With ``--async`` the saves are made in the
-background, while the saved tensors are overwritten; one counts as acknowledged when it was waited for.
-With ``--signal TERM`` savers are asked to end; with ``--signal STOP`` one of two is stopped until the other
-one has given up, which it must when the timeout of the process group is over, and then goes on.
+a name or an open file of one save, until a save succeeds. With ``--async`` the saves are made in the
+background, while the saved tensors are overwritten; a save counts as acknowledged after its wait.
+With ``--signal TERM`` savers are asked to end. With ``--signal STOP`` one of two is stopped until the other
+one gives up, as it must after the timeout of the process group, and then continues.
 
 Savers are forked from this process, which has imported torch but started no threads: a trial costs
 a few hundredths of a second.
@@ -47,7 +47,7 @@ STEPS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"
 
 
 class LostError(Exception):
-    """What was on disk after a kill was not a whole checkpoint of the right version."""
+    """The disk has no complete checkpoint of the right version after a kill."""
 
 
 def save(path: Path, version: int, rank: int, size: int, *, in_background: bool = False) -> None:
@@ -133,7 +133,7 @@ def trial(
     in_background: bool,
     how: signal.Signals,
 ) -> tuple[int, str]:
-    """Send a signal once; the version on disk afterwards and what was killed."""
+    """Send a signal once; return the version on disk afterwards and a description of the killed processes."""
     read, write = os.pipe()
     store = scratch / f"store-{start}-{dice.random()}"
     children = []

@@ -1,12 +1,12 @@
-"""How long a run takes to start under Ray and under torchrun: from `fit` to the end of the first step.
+"""Measure the start of a run under Ray and under torchrun: from `fit` to the end of the first step.
 
     python benchmarks/launchers.py                       two processes, three times each, in turn
     python benchmarks/launchers.py --devices 4 --repeat 5
 
-Both start the same Trainer in fresh processes. Under torchrun the clock begins when torchrun is called, as
-its processes have called nothing yet; under Ray when the script calls `fit`, once with a cluster that runs
-already and once with one that is started. What Ray's launcher does on the way is logged by it, with times;
-what the processes do is written down by a callback. Prints medians and their ratios.
+Both start the same Trainer in fresh processes. Under torchrun the clock begins with the call of torchrun;
+under Ray it begins when the script calls `fit`, once with a running cluster and once with a new one.
+Ray's launcher logs its steps with times; a callback writes the times of the processes.
+Prints medians and their ratios.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Clock(Callback):
         self._write(trainer, "imported")
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *args: Any) -> None:
-        """The first of them is what counts."""
+        """Write the time of the first batch."""
         if trainer.global_step == 1:
             self._write(trainer, "first step")
 
@@ -63,12 +63,12 @@ class Clock(Callback):
 
 
 def train(how: str, devices: int, file: str) -> None:
-    """What the script of one run does.
+    """Run the script of one run.
 
     Args:
-        how: ``ray``, ``ray local`` or ``torchrun``.
+        how: The launcher: ``ray``, ``ray local`` or ``torchrun``.
         devices: The number of processes.
-        file: Where times are written.
+        file: The file for the times.
     """
 
     class Times(logging.Handler):

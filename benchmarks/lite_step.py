@@ -3,10 +3,10 @@
     python benchmarks/lite_step.py
 
 The three sides train equal models on the same batches in one process and take turns step by step, each
-going first equally often, so that whatever else the machine does falls on all of them. What is compared is
+going first equally often, so that other work on the machine affects all of them. The result is in
 processor time: a ratio is the median, over all turns, of one side's step over the other's of the same turn.
 A second, tiny model, whose step is little more than Python, gives the overhead in microseconds. Exit code 1
-if a ratio is above its bar, 2 if the losses differ, for then the sides did not do the same work.
+if a ratio is above its bar, 2 if the losses differ, because then the sides did different work.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Batches(Dataset[Tensor]):
 
 
 class Size(NamedTuple):
-    """Of a model and its batches."""
+    """The settings of a model and its batches."""
 
     width: int
     layers: int

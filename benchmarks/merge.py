@@ -5,10 +5,10 @@
 Two processes save a GPT's parameters and AdamW moments, once with nnx and once with DCP. One process then
 merges; the contenders take turns in random order, and the source is dropped from the page cache before each.
 "raw" reads the bytes of nnx's checkpoint through the page cache and writes them with O_DIRECT, eight
-megabytes after eight, fsync included. Printed are medians, their ratio to raw, and the most memory that a
-merge held beyond what the process had before it (VmHWM, reset before each; the first, which does not count
-for the times, included; Lightning, which writing its format needs, is imported before). nnx verifies the
-checksums of what it reads and computes those of the zip file; DCP has none.
+megabytes after eight, fsync included. The output is medians, their ratio to raw, and the peak memory of a
+merge above that of the process before it (VmHWM, reset before each; it includes the first merge, which does
+not count for the times; Lightning, which is needed to write its format, is imported before). nnx verifies the
+checksums of its input and computes those of the zip file; DCP has none.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def save(directory: str, megabytes: int) -> None:
 
 @dataclass
 class Measured:
-    """One merge.
+    """The measurements of one merge.
 
     Attributes:
-        seconds: How long it took.
-        extra: Bytes of memory beyond what there was before.
+        seconds: The duration.
+        extra: The bytes of memory above those in use before.
     """
 
     seconds: float

@@ -1,11 +1,11 @@
-"""How long it takes from a module to running code: trace, plan and emit, on one process.
+"""Measure the time from a module to running code: trace, plan and code generation, on one process.
 
     python benchmarks/nnscaler_compile.py            GPTs of 4 and 16 layers, for every policy, 2 ranks
     python benchmarks/nnscaler_compile.py llama      Llama-3-8B shapes on the meta device, 8 ranks
     python benchmarks/nnscaler_compile.py mesh       the same for 1,024 devices: any unit, ZeRO on and off
 
-Printed are medians over rounds, in seconds of processor time (one thread, so that a busy machine counts
-less) with those on the clock beside them; exit code 1 if a processor time is above its bar. For comparison,
+The output is medians over rounds, in seconds of processor time (one thread, so that a busy machine matters
+less), with wall times beside them; exit code 1 if a processor time is above its bar. For comparison,
 Microsoft's nnScaler took 1.5 s (4 layers) and 9 s (16) with a fixed policy and 83 s with autodist on a
 machine of the same kind (measured for this project; it cannot be installed beside this torch).
 """
@@ -43,7 +43,7 @@ class Times(NamedTuple):
 
 
 def main() -> int:
-    """Measure what is asked for."""
+    """Run the selected measurements."""
     arguments = parse_arguments()
     torch.set_num_threads(1)
     return {"gpt": gpt, "llama": llama, "mesh": mesh}[arguments.what](arguments)

@@ -1,17 +1,17 @@
-"""What plans cost against what the cost model says, and autodist against the plans that people write.
+"""Compare the cost of plans with the cost model's predictions, and autodist with plans written by hand.
 
     python benchmarks/nnscaler_plans.py                 all models, two processes over gloo
     python benchmarks/nnscaler_plans.py gpt-256 mlp     some of them
 
 Every plan trains the same model on the same global batch through the real backend, all of them in the same
-processes of one run; they take turns over several rounds. Printed are, for each plan, the processor time of a
-step of rank 0 with all its threads (least and median), what was predicted, and the peak of memory. autodist's
-time is compared with that of the best plan that was written by hand for the same unit; exit code 1 if it is
-above the bar. What units of one rank take, which work on parts of the same global batch, is printed too.
+processes of one run; they take turns over several rounds. The output has, for each plan, the processor time
+of a step of rank 0 with all its threads (least and median), the prediction, and the peak of memory. autodist
+is compared with the best plan written by hand for the same unit, by time; exit code 1 if it is above the
+bar. The output also has the time of units of one rank, which share one global batch.
 
-Memory is what torch's allocator hands out: all tensors that are alive before a step, and on top of them the
-highest sum of the profiler's allocations and frees within the step. Buffers of kernels that do not come from
-the allocator, and the interpreter, do not count; neither does the model predict them.
+Memory is the memory of torch's allocator: all tensors that are alive before a step, and the highest sum of
+the profiler's allocations and frees within the step. Buffers of kernels that do not come from the allocator,
+and the interpreter, do not count; the model does not predict them either.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SEED = 0
 
 
 class MLP(nn.Module):
-    """Wide layers and few samples: the parameters are most of what there is."""
+    """Wide layers and few samples: most of the memory is parameters."""
 
     def __init__(self, *, width: int, layers: int) -> None:
         super().__init__()
@@ -125,12 +125,12 @@ def megatron(context: PolicyContext) -> None:
 
 
 class Written(NamedTuple):
-    """A plan as a user asks for it.
+    """A plan as a user requests it.
 
     Attributes:
         policy: The policy.
-        ranks: Ranks of a unit; units of one work on their part of the global batch.
-        zero: Whether units store parts.
+        ranks: Ranks of a unit. Units of one rank share the global batch.
+        zero: Use ZeRO within a unit.
     """
 
     policy: Any
@@ -175,7 +175,7 @@ class Side:
     loss: float | None = None
 
     def is_like(self, other: Side) -> bool:
-        """Whether it computes the same; not with batch norm over each rank's share of the batch."""
+        """Return True if the losses are equal. Batch norm over a rank's share of the batch changes them."""
         return abs((self.loss or 0.0) - (other.loss or 0.0)) < 1e-4
 
 
@@ -224,7 +224,7 @@ def side(model: Model, written: Written) -> Side:
 
 
 def predicted_alone(module: nn.Module, batch: Any, written: Written) -> Any:
-    """What is predicted for units of one rank, which the backend does not plan."""
+    """Return the prediction for units of one rank, which the backend does not plan."""
     from nnx_nnscaler.plan.cost import CostModel
     from nnx_nnscaler.plan.planning import plan_program
     from nnx_nnscaler.trace.forward import trace_forward
@@ -321,7 +321,7 @@ def alive() -> int:
 
 
 def report(name: str, sides: dict[str, Side], arguments: argparse.Namespace) -> bool:
-    """Print what was measured and predicted, and judge."""
+    """Print measurements and predictions, and judge."""
     print(f"\n{name}: {RANKS} processes, {arguments.rounds} rounds of {arguments.steps} steps of each plan")
     print("plan        least ms  median  predicted  error | peak MiB predicted  error")
     for plan, one in sides.items():

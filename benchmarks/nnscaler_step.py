@@ -1,4 +1,4 @@
-"""Step time of the nnScaler engine against what a PyTorch user would take in its place.
+"""Step time of the nnScaler engine against PyTorch's own equivalents.
 
     python benchmarks/nnscaler_step.py eager        one process:   nnscaler_dp         against plain PyTorch
     python benchmarks/nnscaler_step.py ddp          two processes: nnscaler_dp         against torch DDP
@@ -8,10 +8,10 @@
                                                     parallelize_module with the same shards
 
 Both sides train the same GPT on the same batches, in the same processes of one run; they take turns over
-several rounds, each side first in every other round. Printed are medians and minima over all steps of the
-processor time of rank 0 with all its threads, of the time on the clock, and their ratios; exit code 1 if the
+several rounds, each side first in every other round. The output is medians and minima over all steps of the
+processor time of rank 0 with all its threads, of the wall time, and their ratios; exit code 1 if the
 ratio of the medians of processor time is above the bar of the issue, 2 if the two sides do not compute the
-same.
+same result.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def same_shards(context: Any) -> None:
 def theirs(
     model: GPT, batch: tuple[Tensor, Tensor], arguments: argparse.Namespace
 ) -> tuple[Step, Callable[[], object]]:
-    """What PyTorch offers for the same."""
+    """Return PyTorch's own equivalent."""
     if arguments.against == "ddp":
         forward: Callable[..., Any] = nn.parallel.DistributedDataParallel(model)
     elif arguments.against == "tensor":

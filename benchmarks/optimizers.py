@@ -1,13 +1,13 @@
-"""What an optimizer's step costs where parameters are held in parts, and what owner ranks send for it.
+"""Measure an optimizer's step over sharded parameters, and the bytes that owner ranks send for it.
 
     python benchmarks/optimizers.py                                    Muon and AdamW under four strategies
     python benchmarks/optimizers.py --strategies fsdp_auto --width 512
 
-Every rank steps twice in turn: its part of the laid-out model through the strategy's engine, and, on rank 0
-only, a whole copy as one process would, with the same gradients. The processor time of all ranks' steps over
-that of the copy's is printed as the median of the ratios of all pairs, and the bytes that owners' parameters
-travel in a step beside the formula: what others hold of each weight and each gradient goes to its owner, and
-what others hold of each new weight comes back. Muon steps the matrices; AdamW steps everything.
+Every rank steps twice in turn: its shard of the model through the strategy's engine, and, on rank 0 only, an
+unsharded copy as in a single process, with the same gradients. The output is the median, over all pairs, of
+the ratio of all ranks' processor time to that of the copy. Beside it stand the bytes sent in a step and the
+bytes of the formula: the other ranks' shards of each weight and each gradient go to its owner, and their
+shards of each new weight come back. Muon steps the matrices; AdamW steps everything.
 
 Exit code 1 if the bytes are not those of the formula.
 """
@@ -103,7 +103,7 @@ def _seconds(step: Any) -> float:
 
 
 def _formula(backend: Any, optimizer: Optimizer) -> int:
-    """Three times what ranks other than the owner hold, where no two hold the same."""
+    """Return three times the bytes that ranks other than the owner hold, if no two hold the same."""
     owned = backend._owner_ranks._owned[optimizer]
     elements = sum(
         box.numel

@@ -1,4 +1,4 @@
-"""Two sides that take turns step by step, compared pair by pair: a busy machine does the same to both."""
+"""Compare two sides that take turns step by step, in pairs, so that a busy machine affects both equally."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["compare"]
 
 
 def compare(ours: Sequence[Lap], theirs: Sequence[Lap], clock: str) -> float:
-    """Print what one clock says; the median of the ratios of all pairs, with its standard error.
+    """Print the results of one clock; return the median of the ratios of all pairs.
 
     Args:
-        ours: Laps of our side.
-        theirs: The other side's, each taken right before or after ours of the same place.
-        clock: ``"cpu"`` or ``"wall"``.
+        ours: The laps of nnx.
+        theirs: The laps of the other side, each taken right before or after the lap of nnx at the same index.
+        clock: The clock: ``"cpu"`` or ``"wall"``.
 
     Returns:
-        That median.
+        The median.
     """
     mine, others = ([getattr(lap, clock) * 1e3 for lap in laps] for laps in (ours, theirs))
     for what, of in (("median", statistics.median), ("least", min)):

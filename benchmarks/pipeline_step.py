@@ -5,18 +5,19 @@
     python benchmarks/pipeline_step.py bubble    one process: the predicted bubble against a replay
     python benchmarks/pipeline_step.py cut       one process: the longest stage against an exhaustive search
     python benchmarks/pipeline_step.py draw      the pictures of docs/backends/pipelines.md
-    python benchmarks/pipeline_step.py timeline  two processes: a picture of what was measured beside it
+    python benchmarks/pipeline_step.py timeline  two processes: a picture of measured and predicted times
 
 ``step``: both sides have the same stages, order, microbatches and batches, and take turns step by step in
-the same processes. Processor time is the sum over both ranks. By hand it is written with `PipelineStage` and
-torch's class of that schedule, and a stage is a module of its own.
+the same processes. Processor time is the sum over both ranks. The handwritten side uses `PipelineStage` and
+torch's class of that schedule, with one module for each stage.
 
 ``bubble``: each stage of the plan runs alone, forward and backward for one microbatch; GPipe's order is
-replayed with these times. ``cut``: all cuts between blocks are searched for the best, by predicted and by
-measured times of the blocks, and that one is measured beside ours, which may also lie inside of a block.
+replayed with these times. ``cut``: an exhaustive search over all cuts between blocks finds the best one, by
+predicted and by measured times of the blocks. It is measured beside the planner's cut, which may also lie
+within a block.
 
 Exit code 1 if a bar is missed: 1.02 of processor time, 10 % of the bubble, 5 % of the longest stage; 2 if the
-sides do not compute the same.
+sides do not compute the same result.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Part(nn.Module):
 
 
 def theirs(model: GPT, batch: tuple[Tensor, Tensor], arguments: argparse.Namespace) -> Step:
-    """What a PyTorch user writes."""
+    """Return the step as a PyTorch user writes it."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
@@ -142,7 +143,7 @@ def theirs(model: GPT, batch: tuple[Tensor, Tensor], arguments: argparse.Namespa
 
 
 def arrangement_of(arguments: argparse.Namespace) -> Any:
-    """Which rank has which stage: as many as the schedule takes at least."""
+    """Return the ranks of the stages: the minimum number of stages for the schedule."""
     from nnx_nnscaler.options import V_SHAPED
     from nnx_nnscaler.plan.schedules import Arrangement
 
@@ -217,12 +218,12 @@ def report_step(
 
 
 class Stages:
-    """The stages of a cut, each of which runs alone in this process.
+    """The stages of a pipeline, each of which runs alone in this process.
 
     Args:
         prepared: The graph of a microbatch.
-        cuts: The places at which the second and later stages begin.
-        model: Where the parameters are.
+        cuts: The first operators of the second and later stages.
+        model: The model with the parameters.
         arguments: The command line.
     """
 
@@ -280,7 +281,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 class Planned:
-    """A traced model and what its cuts are predicted to cost."""
+    """A traced model and the predicted cost of its cuts."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         from nnx_core.communicator import GroupCommunicator
@@ -301,7 +302,7 @@ class Planned:
         return Stages(self.prepared, cuts, self.model, self.arguments)
 
     def measure(self, *several: Stages) -> None:
-        """Run cuts by turns, in another order each time."""
+        """Run cuts in turn, in another order each time."""
         part = [tensor[: len(tensor) // self.arguments.microbatches] for tensor in self.batch]
         for index in range(-self.arguments.warmup, self.arguments.rounds * self.arguments.steps):
             if index == 0:
@@ -372,7 +373,7 @@ def measure_cut(arguments: argparse.Namespace) -> int:
 
 
 def best_cut(pieces: Sequence[float], stages: int) -> tuple[float, tuple[int, ...]]:
-    """Of every way to make stages of pieces, the one with the shortest longest stage, and its length."""
+    """Return the cuts with the shortest longest stage, after that stage's length."""
     return min(
         (max(sum(pieces[start:stop]) for start, stop in pairwise([0, *cuts, len(pieces)])), cuts)
         for cuts in combinations(range(1, len(pieces)), stages - 1)
@@ -399,7 +400,7 @@ def draw_pictures(arguments: argparse.Namespace) -> int:
 
 
 def draw_timeline(arguments: argparse.Namespace) -> int:
-    """Two ranks under one schedule: what was predicted for them, and below it what they did."""
+    """Draw two ranks under one schedule: the prediction, and below it the measurement."""
     from nnx_nnscaler.pipeline.picture import MEASURED, WARMUP, draw
     from nnx_nnscaler.plan.pipeline_plan import pipeline_plan_from_text
 

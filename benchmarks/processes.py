@@ -13,8 +13,8 @@ def start_again(processes: int, **environment: str) -> int:
     """Run this program, with its arguments, in several processes of one process group.
 
     Args:
-        processes: How many; each finds ``LOCAL_RANK`` in its environment.
-        **environment: Further variables that they get.
+        processes: The number of processes; each has ``LOCAL_RANK`` in its environment.
+        **environment: Further environment variables of the processes.
 
     Returns:
         The exit code.

@@ -1,16 +1,15 @@
-"""What planning and committing a save costs as ranks and tensors grow.
+"""Measure the cost of planning and committing a save as ranks and tensors grow.
 
     python benchmarks/scale.py [--ranks 1 4 16 64 256 1024 16384] [--tensors 100000]
                                [--layout fsdp|hsdp|tp|zero|ddp] [--mode deduped|sharded] [--json]
 
-One process plays all ranks. What is real: the functions that ranks and coordinator run, every message that
-they exchange (packed, counted, unpacked), the index, and opening it. What is simulated: tensors have shapes
-and boxes but one shared number instead of data, nothing is sent over a network or written to a disk, and of
-ranks that cut every tensor alike only one describes itself; the others send the same message with their own
-boxes, which is what they would have sent.
+One process plays all ranks. Real are the functions that ranks and coordinator run, every message that
+they exchange (packed, counted, unpacked), the index, and opening it. Simulated are the data (tensors have
+shapes and boxes but one shared number), the network and the disk. If all ranks split every tensor alike, only
+one describes itself; the others send the same message with their own boxes, as they would in a real save.
 
-Columns: processor seconds that one rank needs to describe itself and to find out what it stores (the
-slowest of those that were run), bytes that one rank sends at most, and receives; megabytes that all ranks
+Columns: processor seconds that one rank needs to describe itself and to find the boxes that it stores (the
+slowest measured rank); maximum of the bytes that one rank sends, and receives; megabytes that all ranks
 together send to the coordinator in a save, padded as torch's gather pads them; seconds and peak memory
 (tracemalloc, in a second run) of the coordinator from unpacking to the bytes of index and manifest; the
 length of the index; seconds to open it; seconds to find all pieces of one file in it, which includes parsing
@@ -87,11 +86,11 @@ class World:
 
     @cached_property
     def ends(self) -> list[int]:
-        """Where each tensor ends, if they stand in a row."""
+        """Return the end of each tensor in a row of all tensors."""
         return list(itertools.accumulate(math.prod(shape) for shape in self.shapes.values()))
 
     def shards(self, rank: int) -> dict[str, Shard]:
-        """What a rank holds; all views are of the same number."""
+        """Return the shards of a rank; all views are of the same number."""
         number = torch.zeros(())
         if self.layout == "zero":
             return {name: _shard(shape, boxes, number) for name, shape, boxes in self._ranges(rank)}
@@ -105,7 +104,7 @@ class World:
         return found
 
     def boxes(self, shape: tuple[int, ...], rank: int, columns: bool = False) -> tuple[Box, ...]:
-        """What a rank holds of a parameter, in all layouts but ``zero``."""
+        """Return the boxes of a parameter on a rank, in all layouts but ``zero``."""
         inner, outer = rank % REPLICAS, rank // REPLICAS
         if self.layout == "tp" and self.ranks >= REPLICAS:
             rows = _slab(shape, outer, self.ranks // REPLICAS)
@@ -134,7 +133,7 @@ class World:
         return tuple(bool(self.boxes(shape, rank, columns)) for shape, columns in sorted(held))
 
     def description(self, like: Description, rank: int) -> Description:
-        """What a rank says that holds other boxes of the same tensors as another one."""
+        """Return the description of a rank that holds other boxes of the same tensors."""
         types = [shape for _, shape in like.catalog.types]
         boxes = [self.boxes(shape, rank) for shape in types]
         boxes += [self.boxes(types[number], rank, columns=True) for number, _ in like.exceptions]
@@ -159,7 +158,7 @@ def _slab(shape: tuple[int, ...], slab: int, slabs: int, dim: int = 0) -> tuple[
 
 @dataclass(frozen=True)
 class Exchange:
-    """What arrives at the coordinator."""
+    """The messages that arrive at the coordinator."""
 
     heads: list[Head]
     parts: dict[bytes, str]
@@ -204,7 +203,7 @@ def exchange(world: World) -> Exchange:
 
 
 def coordinate(arrived: Exchange, mode: Mode) -> tuple[Plan, list[RankPlan], bytes, Manifest]:
-    """What the coordinator does, from unpacking to the bytes of index and manifest."""
+    """Run the coordinator, from unpacking to the bytes of index and manifest."""
     plan = make_plan(unpack(arrived.heads, arrived.parts), mode)
     plans = plan.rank_plans(SAVE_ID)
     index = plan.index()

@@ -1,10 +1,10 @@
-"""From `python train.py` to the end of the first step, under our strategies and under Lightning's `ddp`.
+"""Time from `python train.py` to the end of the first step, under strategies of nnx and Lightning's `ddp`.
 
     python benchmarks/startup.py [--rounds 7] [--strategies fsdp_auto nnscaler_dp]
 
 Each round starts a script of two processes once for each strategy, in turn. The clock starts before the
-process does and stops in `on_train_batch_end` of the first batch on rank 0; what it says in between is
-where the time goes: imports, Trainer's construction, and the rest up to the step. Bar: at most 1.10 times
+process does and stops in `on_train_batch_end` of the first batch on rank 0. The script also prints the times
+of the imports, of Trainer's construction, and of the rest up to the step. Bar: at most 1.10 times
 the time of `ddp`, by the medians. Quiet machines only: imports vary by tenths of a second.
 """
 

@@ -2,11 +2,11 @@
 
     python benchmarks/step_time.py
 
-Both sides train the same GPT, sharded at the same units (which is checked), in the same processes of one
-run. They take turns over several rounds, each side first in every other round, so that whatever else the
-machine does falls on both. Printed are the medians over all steps and their ratio; exit code 1 if it is
-above the bar, 2 if the two cannot be compared. The processor time of rank 0 is printed as well: on a busy
-machine it tells more than the clock.
+Both sides train the same GPT with the same FSDP units (which is checked), in the same processes of one
+run. They take turns over several rounds, each side first in every other round, so that other work on the
+machine affects both. The output is the medians over all steps and their ratio; exit code 1 if it is
+above the bar, 2 if the two cannot be compared. The processor time of rank 0 is printed as well, which is
+more stable than wall time on a busy machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Lap(NamedTuple):
     cpu: float
 
     def since(self, earlier: Lap) -> Lap:
-        """What has gone by."""
+        """Return the time since an earlier lap."""
         return Lap(self.wall - earlier.wall, self.cpu - earlier.cpu)
 
 
@@ -113,7 +113,7 @@ def train(side: str, arguments: argparse.Namespace) -> tuple[list[Lap], list[lis
 
 
 def strategy(side: str, arguments: argparse.Namespace) -> Any:
-    """What Trainer gets as `strategy=`."""
+    """Return Trainer's `strategy=` argument."""
     if side == "nnx":
         return "fsdp_auto"
     from lightning.pytorch.strategies import ModelParallelStrategy
@@ -141,7 +141,7 @@ def model(side: str, arguments: argparse.Namespace) -> Any:
 
 
 def units_of(module: Any) -> list[list[str]]:
-    """Which parameters are gathered together: a unit is what has the same nearest FSDP module above it."""
+    """Return the parameters of each FSDP unit, by their nearest FSDP module."""
     from torch.distributed.fsdp import FSDPModule
 
     sharded = {name for name, child in module.named_modules() if isinstance(child, FSDPModule)}

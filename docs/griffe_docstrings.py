@@ -1,7 +1,7 @@
-"""What mkdocstrings has to know of our sources, while it builds the reference. Nothing else loads this.
+"""Teach mkdocstrings the docstring conventions of nnx while it builds the reference.
 
-Docstrings say `Example:`, which griffe knows in the plural only. Fields of dataclasses carry their meaning in
-`option(default, help=...)`; on the page they have that default and that meaning.
+Docstrings use `Example:`, of which griffe knows only the plural. Fields of dataclasses have their description
+in `option(default, help=...)`; the page shows that default and that description. No other code loads this.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _FETCHES = {
 
 
 def fetches(site: Path) -> list[str]:
-    """What pages and style sheets would load from other hosts."""
+    """Return the URLs on other hosts that pages and style sheets would load."""
     return [
         f"{path.relative_to(site)}: {found[0]}"
         for suffix, pattern in _FETCHES.items()
@@ -36,5 +36,5 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 
 def on_page_content(html: str, **_: object) -> str:
-    r"""Show ``a | b`` for what a table has to write as ``a \| b``; called by mkdocs for each page."""
+    r"""Show ``a | b`` where a table has to write ``a \| b``; called by mkdocs for each page."""
     return re.sub(r"<code>[^<]*</code>", lambda code: code[0].replace("\\|", "|"), html)

@@ -1,10 +1,10 @@
-"""The main job: train a small GPT on two processes, resume it on one and on three, compare.
+"""The main use case: train a small GPT on two processes, resume it on one and on three, compare.
 
     python examples/train_gpt.py
 
-Trains byte-level on the standard library's own sources, saves in the middle, resumes that checkpoint at
+Trains on the bytes of the standard library's own sources, saves in the middle, resumes that checkpoint at
 other world sizes with the same global batch, prints a table of the losses and draws them. Exit code 0
-when every resumed loss equals the uninterrupted one within the tolerance, 1 when not.
+if every resumed loss equals the uninterrupted one within the tolerance, otherwise 1.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["main"]
 
 HERE = Path(__file__).resolve().parent
 RESUMED_ON = (1, 3)
-"""World sizes that continue what two processes began."""
+"""World sizes that resume the checkpoint of two processes."""
 
 
 def main() -> int:
-    """Run the three trainings, print what came out and return the exit code."""
+    """Run the three trainings, print the comparison and return the exit code."""
     arguments = parse_arguments()
     console = Console()
     middle = arguments.steps // 2

@@ -87,7 +87,7 @@ def _plugin_section(plugin: dict[str, Any]) -> list[str]:
     if "url" in plugin:
         more += f" [Its home]({plugin['url']})."
     if "replaces" in plugin:
-        more += f" It takes the place of {', '.join(plugin['replaces'])}."
+        more += f" It replaces {', '.join(plugin['replaces'])}."
     install = plugin.get("install", f"pip install {plugin['distribution']}")
     return [
         "",
@@ -108,10 +108,10 @@ def _plugin_section(plugin: dict[str, Any]) -> list[str]:
 def _history_section(historical: list[dict[str, Any]]) -> list[str]:
     return [
         "",
-        "## Names of the past",
+        "## Removed names",
         "",
-        "Old scripts still have these. Nothing gives them to the Lightning of today; Trainer and Fabric say",
-        "what this table says.",
+        "Old scripts may use these names, which the current Lightning does not have. Trainer and Fabric",
+        "raise an error with the replacement from this table.",
         "",
         "| name | what it was | last in Lightning | use | what else changes |",
         "|---|---|---|---|---|",
@@ -127,7 +127,7 @@ def _history_section(historical: list[dict[str, Any]]) -> list[str]:
 
 
 def _ours() -> list[dict[str, Any]]:
-    """What the plugins of this repository say of themselves; one that has no strategy is left out."""
+    """Return the catalog entries of this repository's plugins that have strategies."""
     paths = [*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("examples/*/pyproject.toml")]
     projects = [(path.parent, _toml(path)) for path in paths]
     return [
@@ -164,7 +164,7 @@ def _of_project(folder: Path, project: dict[str, Any]) -> dict[str, Any]:
 
 
 def _strategy(spec: StrategySpec) -> dict[str, Any]:
-    """What the catalog repeats of a spec: of its flags those that strategies usually have otherwise."""
+    """Return a spec's entry in the catalog, with the flags that differ from the defaults."""
     values = spec.capabilities.as_dict()
     unusual = {
         item.name: value

@@ -1,7 +1,7 @@
-"""What the documentation shows and CI does not run, each with the reason. `test_docs_code` holds it complete.
+"""The blocks of the documentation that CI does not run, each with the reason; `test_docs_code` checks them.
 
-An entry is the page (or `*`), how a command or a line of the block begins (nothing: all of the page), and why
-it is not run. A test that is named there has to know the page.
+An entry has the page (or `*`), the beginning of a command or of a line of the block (empty: the whole page),
+and the reason. A test that is named in a reason has to know the page.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ NOT_COMPARED: list[Entry] = [
     ("docs/guard.md", "              guard(tensor, part)", "a drawing of the states"),
     ("docs/lite.md", "self.save(", "one line of a loop beside one line of a module, both in test_lite_docs"),
 ]
-"""Blocks of text, and why they are not compared with what the block before them prints."""
+"""Blocks of text, and the reasons not to compare them with the output of the block before them."""
 
 
 def reason_not_to_run(page: str, code: str) -> str:
-    """Why this command or block is not run; empty if it is."""
+    """Return the reason not to run this command or block; empty if it is run."""
     return _reason(NOT_RUN, page, code)
 
 
 def reason_not_to_compare(page: str, text: str) -> str:
-    """Why this output is not compared; empty if it is."""
+    """Return the reason not to compare this output; empty if it is compared."""
     return _reason(NOT_COMPARED, page, text)
 
 

@@ -2,11 +2,11 @@
 
     python tests/fault_table.py [--only FAULT] [--group GROUP] [--own-group] [--wide]
 
-`test_planted_faults.py` tries a few checks for each fault; this tries all, which takes about a minute each.
-`--own-group` leaves it at the checks of the group that catches the fault, which takes some ten seconds.
-A check that the unbroken strategy fails too does not count. Wide faults are tried on their own check only,
-unless `--wide` asks for all. The exit code is 1 where a fault was not caught, or a narrow one failed a check
-that it does not name.
+`test_planted_faults.py` runs a few checks for each fault; this runs all, which takes about a minute each.
+`--own-group` runs only the checks of the group that catches the fault, which takes some ten seconds.
+A check that the unbroken strategy fails too does not count. Wide faults run on their own check only, unless
+`--wide` is given. The exit code is 1 if a fault was not caught, or if a narrow one failed a check that it
+does not name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FAST = [check.name for check in select_checks()]
 
 
 class FaultRunner:
-    """The workers, and what the unbroken strategies fail."""
+    """The workers, and the checks that the unbroken strategies fail."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self.pool = pool
@@ -65,7 +65,7 @@ def unbroken(fault: Fault) -> str:
 
 
 def to_try(fault: Fault, *, wide: bool, own_group: bool) -> list[str]:
-    """The checks that a fault is tried on, its own first."""
+    """Return the checks to run on a fault, its own first."""
     if not (fault.is_narrow or wide):
         return [fault.caught_by]
     group = CHECKS[fault.caught_by].group
@@ -74,7 +74,7 @@ def to_try(fault: Fault, *, wide: bool, own_group: bool) -> list[str]:
 
 
 def examine(runner: FaultRunner, fault: Fault, names: Iterable[str]) -> tuple[str, bool]:
-    """One row of the table, and whether all is as the fault says."""
+    """Return one row of the table, and True if the results are those of the fault's description."""
     started = time.monotonic()
     failed = runner.failures(fault.subject(), names)
     caught, others = fault.caught_by in failed, failed - {fault.caught_by}

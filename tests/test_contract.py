@@ -1,4 +1,4 @@
-"""The backend contract carries engines that are nothing like FSDP, and their checkpoints travel too."""
+"""The backend contract supports engines that are unlike FSDP, and their checkpoints resume elsewhere."""
 
 from __future__ import annotations
 

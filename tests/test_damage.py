@@ -1,4 +1,4 @@
-"""A damaged checkpoint or a failing rank: one clear error on every rank, and nothing saved is lost."""
+"""A damaged checkpoint or a failing rank gives one clear error on every rank, and no saved file is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/choosing.md says what each strategy declares that it cannot do; ``NNX_UPDATE_DOCS=1`` rewrites it."""
+"""docs/choosing.md lists the declared limits of each strategy; ``NNX_UPDATE_DOCS=1`` rewrites it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Keeps = Callable[[Capabilities], bool]
 
 
 def declared() -> dict[str, dict[str, Capabilities]]:
-    """What each strategy declares, by name within its family."""
+    """Return the capabilities of each strategy, by name within its family."""
     found: dict[str, dict[str, Capabilities]] = {owner: {} for owner in FAMILIES}
     for name in StrategyRegistry.names():
         owner = StrategyRegistry.owner(name).split()[0]
@@ -50,7 +50,7 @@ def declared() -> dict[str, dict[str, Capabilities]]:
 
 
 def rows(strategies: dict[str, dict[str, Capabilities]]) -> Iterable[tuple[str, Keeps]]:
-    """What a row is called, and whether a strategy can."""
+    """Yield the name of each row, and a function that is true for strategies with this capability."""
     for flag, words in FLAGS.items():
         yield words, lambda capabilities, flag=flag: getattr(capabilities, flag)
     refused = {name for family in strategies.values() for one in family.values() for name in one.refuses}

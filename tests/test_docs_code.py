@@ -1,4 +1,4 @@
-"""Every block of code in the documentation runs, or is in a table with the reason why it does not."""
+"""Every block of code in the documentation runs, or is in a table with the reason not to run it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHOWN_ONLY = {
     for command in block.commands()
     if command.startswith("nnx ") and docs_table.reason_not_to_run(block.page, command)
 }
-"""Commands of ours that are not run; their options are parsed."""
+"""Commands of nnx that are not run; their options are parsed."""
 TABLES = {"NOT_RUN": docs_table.NOT_RUN, "NOT_COMPARED": docs_table.NOT_COMPARED}
 
 

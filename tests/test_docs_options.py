@@ -1,4 +1,4 @@
-"""The tables of options on the pages are what the dataclasses say; ``NNX_UPDATE_DOCS=1`` rewrites them."""
+"""The tables of options on the pages match the dataclasses; ``NNX_UPDATE_DOCS=1`` rewrites them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference names everything that is public, and the site's menu every page."""
+"""The reference has every public name, and the site's menu has every page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of planted faults tells what was caught from what was not, and what else failed."""
+"""The table of planted faults shows the caught ones, the missed ones, and other failing checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY = Subject("nnx_tiny.backend:TinyBackend")
 
 @pytest.fixture
 def runner(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> FaultRunner:
-    """Where only three checks are in the fast profile."""
+    """A runner with only three checks in the fast profile."""
     monkeypatch.setattr(fault_table, "FAST", TRIED)
     return FaultRunner(pool)
 

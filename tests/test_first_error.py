@@ -1,4 +1,4 @@
-"""The first error is the one that is raised: each engine with its clean-up, and with faults planted in it."""
+"""The first error is the one that is raised, for each engine, also with planted faults in its clean-up."""
 
 from __future__ import annotations
 

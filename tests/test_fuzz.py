@@ -1,6 +1,6 @@
-"""Checkpoints whose structure was changed and signed again: refused, or read as their files say.
+"""Checkpoints with a changed structure and right signatures are refused, or read as their files say.
 
-These are the same 300 cases every time; `nox -s fuzz -- 10000` tries others. See `tests/fuzz`.
+These are the same 300 cases every time; `nox -s fuzz -- 10000` runs others. See `tests/fuzz`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The run on a GPU writes each result as it comes, and ends in time; its steps are tried by a dry run."""
+"""The run on a GPU writes each result at once, and ends in time; a dry run tests its steps."""
 
 from __future__ import annotations
 

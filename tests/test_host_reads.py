@@ -1,4 +1,4 @@
-"""How often a step makes the host wait for what a card computes: a number, written here for every engine."""
+"""The number of times that a step makes the host wait for a card, for every engine."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from jobs.host_read_jobs import count
 from nnx_conformance.pool import WorkerPool
 
 USED = "nnx_core/parameter_usage.answer: tolist"
-"""Which parameters some rank used. It comes over host memory, and waits for other hosts, not for a card."""
+"""The parameters that some rank used. The read comes from host memory, and waits for other hosts only."""
 
 OVERFLOW = "nnx_core/gradients.step: item"
-"""Whether to step, which torch's scaler asks, too."""
+"""The decision to step or not, which torch's scaler reads too."""
 
 OF_ENGINE = {
     "fsdp": {USED: 1},

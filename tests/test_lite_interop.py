@@ -1,4 +1,4 @@
-"""Lite with the plugins' strategies: losses of the plain loop, checkpoints between them and Trainer."""
+"""Lite with the plugins' strategies: losses of the plain loop, and checkpoints shared with Trainer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def runs(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def check(runs: Runs, saved_by: str, source: str, resumed_by: str, target: str, devices: int) -> None:
-    """What was saved comes back bit-equal, and the losses go on as those of the plain loop."""
+    """Check that the saved state is restored bitwise, and that the losses continue the plain loop's."""
     path, saved = runs.saved(saved_by, source)
     for seen in runs.resumed(resumed_by, target, devices, path):
         assert seen.weights == saved.weights

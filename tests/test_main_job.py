@@ -1,4 +1,4 @@
-"""The main job end to end: three real trainings, processes started by Lightning, and their comparison."""
+"""The main use case end to end: three real trainings in processes of Lightning, and their comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`examples/notebook.ipynb` runs from its first cell to its last, in a kernel of its own."""
+"""`examples/notebook.ipynb` runs from its first cell to its last, in its own kernel."""
 
 from __future__ import annotations
 

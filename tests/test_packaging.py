@@ -1,6 +1,6 @@
-"""What is published: wheels and sdists are built, and looked into.
+"""The published files: wheels and sdists are built, and their content is checked.
 
-That they install and work where nothing else is, `nox -s wheels isolation` tries.
+`nox -s wheels isolation` tests that they install and work in an empty environment.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def metadata(wheel: Path) -> Message:
 
 
 def sources(project: Path) -> dict[str, bytes]:
-    """What git tracks below src, or would: names with braces and spaces and files with a dot as well."""
+    """Return the tracked and trackable files below src, with all kinds of names."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "src"],
         cwd=project,

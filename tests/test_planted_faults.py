@@ -1,7 +1,7 @@
 """The conformance suite is tested with strategies that are broken on purpose.
 
 The check that names a fault has to catch it, and one other check of the group must not fail because of a
-narrow fault; `fault_table.py` tries all checks. README's command tries one fault for each group.
+narrow fault; `fault_table.py` runs all checks. README's command runs one fault for each group.
 """
 
 from __future__ import annotations

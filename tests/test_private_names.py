@@ -1,4 +1,4 @@
-"""Private names of torch: only compat modules use them, their tables have them all, and torch has them."""
+"""Private names of torch: only compat modules use them, their tables list them all, and torch has them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPAT = sorted(ROOT.glob("packages/*/src/*/_torch_compat.py"))
 OTHERS = sorted({*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("examples/**/*.py")}.difference(COMPAT))
 NEWEST = "2.14"
 OURS = {"_hooks", "_nnx_wait", "_part"}
-"""Strings in compat modules that look like private names and are none of torch's."""
+"""Strings in compat modules that look like private names but are not torch's."""
 
 
 def is_private(name: str) -> bool:
@@ -139,7 +139,7 @@ def test_the_table_of_a_compat_module_has_what_it_uses_and_nothing_else(path: Pa
 
 @pytest.fixture
 def objects(tmp_path: Path) -> dict[str, Any]:
-    """Objects of torch as a run has them, by what the tables call them."""
+    """Return objects of torch as in a run, by their names in the tables."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -178,7 +178,7 @@ def objects(tmp_path: Path) -> dict[str, Any]:
 
 
 def looked_up(name: str, objects: dict[str, Any]) -> Any:
-    """What a name of a table stands for."""
+    """Return the object of a table's name."""
     kind, _, attribute = name.rpartition(".")
     if kind in objects:
         return getattr(objects[kind], attribute)

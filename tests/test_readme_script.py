@@ -1,4 +1,4 @@
-"""README's script ends well under every strategy of README's table, in real processes."""
+"""README's script succeeds under every strategy of README's table, in real processes."""
 
 from __future__ import annotations
 

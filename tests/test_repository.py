@@ -1,4 +1,4 @@
-"""Ratchets: what must stay true of the repository itself, measured instead of asked for."""
+"""Ratchets: measured limits and invariants of the repository itself."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Any strategy at any world size resumes any other's checkpoint, exactly.
+"""Any strategy at any world size resumes the checkpoints of any other, exactly.
 
-A few cells resume each cell's checkpoint, at sizes that go round, so that every strategy is saved by and
+A few cells resume each cell's checkpoint, at world sizes in rotation, so that every strategy is saved and
 resumed at each world size, every two strategies of different engines meet in one direction, and every two
 engines in both. An engine's first strategy also resumes itself at the next world size, from each, and the
-others from one. Nothing in a checkpoint depends on who wrote it but its boxes, and those of an engine's
-strategies meet all others here. Strategies of one engine resume one another's in the tests of their own
-packages. A test marked `full` lets every cell resume every checkpoint.
+others from one. A checkpoint depends on its strategy only by its boxes, and the boxes of an engine's
+strategies meet all others here. The tests of each package cover its own strategies among each other.
+A test marked `full` lets every cell resume every checkpoint.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ CELLS: list[Cell] = [(name, devices) for name in STRATEGIES for devices in sizes
 
 
 def engine_of(strategy: str) -> str:
-    """What strategies that differ in options only have in common."""
+    """Return the engine's name, which strategies with different options share."""
     return strategy.partition("_")[0]
 
 
 def resumes(target: str, source: str) -> bool:
-    """Whether a strategy is among those that resume another's checkpoints, by default."""
+    """Return True if the target resumes the source's checkpoint by default."""
     if engine_of(target) == engine_of(source):
         return False
     names = list(STRATEGIES)

@@ -1,4 +1,4 @@
-"""A run that resumes with another global batch than its checkpoint was trained with says so once."""
+"""A run that resumes with another global batch size than its checkpoint's logs this once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tests/startup` does to every Python that a test starts: it leaves out what no test uses."""
+"""The effects of `tests/startup` on every Python that a test starts: it skips unused imports."""
 
 from __future__ import annotations
 

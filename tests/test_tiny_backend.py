@@ -1,6 +1,6 @@
-"""The example of a third-party plugin is complete: it is found, trains, and its checkpoint travels.
+"""The example of a third-party plugin is complete: it is found, trains, and its checkpoint resumes elsewhere.
 
-Its promises are tried by its own tests, in examples/tiny_backend/tests.
+Its own tests, in examples/tiny_backend/tests, check its guarantees.
 """
 
 from __future__ import annotations

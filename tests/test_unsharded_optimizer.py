@@ -1,7 +1,7 @@
-"""Optimizers that look at more than one element: the numbers of one process, whoever holds what.
+"""Optimizers that read more than one element give the numbers of one process, for any sharding.
 
-LAMB, Muon, Shampoo's kind, Adafactor, SAM, LBFGS and norms of all gradients, under the engines that hold
-parameters in parts; their state goes from any to any.
+LAMB, Muon, Shampoo's kind, Adafactor, SAM, LBFGS and norms of all gradients run under the engines that shard
+parameters; each engine resumes the state of every other.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Runs:
         return dict(zip(KINDS, self.train([Steps(kind) for kind in KINDS]), strict=True))
 
     def train(self, many: list[Steps]) -> list[Result]:
-        """What rank 0 saw."""
+        """Train, and return the results of rank 0."""
         given = [
             replace(steps, options={**steps.options, "gen_savedir": str(self._folder)})
             if steps.strategy.startswith("nnscaler")

@@ -1,13 +1,13 @@
-"""What takes several GPUs to find out about nnx; a line of JSON for each step, and a verdict.
+"""Test nnx on several GPUs; print a line of JSON for each step, and a verdict.
 
     python benchmarks/gpu/eight_gpus.py                    on a machine with two to eight cards
     python benchmarks/gpu/eight_gpus.py --dry-run          the same code, small, with two processes on the CPU
     python benchmarks/gpu/eight_gpus.py --only negative_zeros speed
 
-Run `one_gpu.py` first. Steps take as many cards as they need and are there. Several machines are not tried
-here. Needs this repository, torch 2.11 or later, and our packages.
+Run `one_gpu.py` first. Each step takes as many of the available cards as it needs. Several machines are not
+tried here. Needs this repository, torch 2.11 or later, and the packages of nnx.
 
-Nothing here has run on cards yet: the machines that it was written on have none.
+No part of this has run on cards yet: the machines that it was written on have none.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def conformance(machine: Machine) -> Figures:
 
 @step(ranks=8)
 def negative_zeros(machine: Machine) -> Figures:
-    """A sum of -0.0 over the ranks stays -0.0, by which nnscaler knows what no rank has used.
+    """Check that a sum of -0.0 over the ranks stays -0.0, by which nnscaler detects unused parameters.
 
-    Run it with NCCL_NVLS_ENABLE=0 and =1: switches that add up by themselves promise nothing.
+    Run it with NCCL_NVLS_ENABLE=0 and =1: reductions in the switch do not guarantee it.
     """
     wrong: Figures = {}
     sizes = (1, 256, 1 << 20, 1 << 26) if machine.is_card else (1, 256)
@@ -118,7 +118,7 @@ def narrow_integers(machine: Machine) -> Figures:
 
 @step(limit=600, ranks=8)
 def equal_losses(machine: Machine) -> Figures:
-    """With the same batch on every rank each strategy has the losses of one plain process."""
+    """Check that each strategy has one plain process's losses, with the same batch on every rank."""
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     chosen = little(machine)
     figures: Figures = {}
@@ -158,7 +158,7 @@ def errors_on_one_rank(machine: Machine) -> Figures:
 
 
 def failing_run(machine: Machine) -> Figures:
-    """A run in which rank 1 fails where NNX_FAILS_IN says."""
+    """Run a training in which rank 1 fails at the place of NNX_FAILS_IN."""
     from lightning.pytorch import Callback
 
     place = os.environ["NNX_FAILS_IN"]

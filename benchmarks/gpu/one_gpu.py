@@ -1,17 +1,17 @@
-"""What one GPU can tell about nnx, within eight minutes; a line of JSON for each result, and a verdict.
+"""Test nnx on one GPU within eight minutes; print a line of JSON for each result, and a verdict.
 
     python benchmarks/gpu/one_gpu.py --out results.jsonl   on a machine with a card
     python benchmarks/gpu/one_gpu.py --dry-run             the same code, small, on the CPU
     python benchmarks/gpu/one_gpu.py --only equal_losses beside_lightning
 
-The most telling steps come first: equal losses, then memory and speed beside Lightning's own strategies. Each
-step runs in a process of its own with a limit, so that one that crashes or hangs takes nothing else with it,
-and writes the result of each strategy when it has it. Where no time is left, steps are left out and named.
-What only a card has (pinned memory, the allocator's accounts, CUDA's own watch for synchronizations) is left
-out of a dry run. Needs this repository, torch 2.11 or later, and our packages; `nox -s gpu-wheels` makes
-what to take along, and `nox -s gpu-rehearsal` tries all of this as it will be there.
+The most important steps come first: equal losses, then memory and speed beside Lightning's own strategies.
+Each step runs in a process of its own with a time limit, so that a crash or a hang affects no other step, and
+it writes each strategy's result at once. If the time runs out, the remaining steps are skipped and named.
+A dry run skips the features of cards (pinned memory, the allocator's statistics, CUDA's synchronization
+warnings). Needs this repository, torch 2.11 or later, and the packages of nnx; `nox -s gpu-wheels` builds
+the wheels to take along, and `nox -s gpu-rehearsal` tries everything in the environment of that machine.
 
-Nothing here has run on a card yet: the machines that it was written on have none.
+No part of this has run on a card yet: the machines that it was written on have none.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FLOAT32_ONLY = ("fairscale_fsdp",)
 TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 2e-2}
 CARD = Machine("cuda", layers=8, width=512, batch=16, context=512)
 LARGE = Machine("cuda", layers=12, width=1024, batch=8, context=1024)
-"""What speed and memory are measured with: 150 million weights."""
+"""The machine of the speed and memory measurements: 150 million weights."""
 SMALL = Machine("cpu", layers=2, width=64, batch=4, context=32)
 
 
@@ -105,7 +105,7 @@ def beside_lightning(machine: Machine) -> Figures:
 
 @step(limit=120)
 def resuming(machine: Machine) -> Figures:
-    """Each strategy goes on from its checkpoint to the bit; and trains as a plain process in bfloat16."""
+    """Check that each strategy resumes bitwise, and trains like a plain process in bfloat16."""
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     plain, _, _ = train(machine, "auto", steps=6, precision="bf16-mixed")
 
@@ -125,7 +125,7 @@ def resuming(machine: Machine) -> Figures:
 
 @step(limit=90)
 def memory_left(machine: Machine) -> Figures:
-    """What stays on the card when a run is over and forgotten."""
+    """Measure the memory that stays allocated on the card after a run."""
 
     def measure(strategy: str) -> Figures:
         gc.collect()
@@ -196,7 +196,7 @@ def found_inf(machine: Machine) -> Figures:
 
 @step(limit=90)
 def synchronizations(machine: Machine) -> Figures:
-    """How often the host waits for the card in a step."""
+    """Count the host's waits for the card in a step."""
 
     def count(strategy: str) -> Figures:
         with _counted_synchronizations(machine) as found:
@@ -223,7 +223,7 @@ def _counted_synchronizations(machine: Machine) -> Iterator[list[Any]]:
 
 @step(limit=60)
 def background_save(machine: Machine) -> Figures:
-    """How long training waits for a save in the background."""
+    """Measure the time that training waits for a save in the background."""
     import nnx_checkpoint
     from nnx_base.shard import shard_of
 

@@ -1,7 +1,6 @@
-"""What the runs on GPUs share: steps with limits in processes of their own, lines of JSON, a verdict.
+"""Shared code of the runs on GPUs: steps with limits in their own processes, lines of JSON, a verdict.
 
-A program names its steps with `step`, and ends in `main`. What only a card has is left out of a dry run, and
-said to be.
+A program names its steps with `step`, and ends in `main`. A dry run skips the features of cards, and says so.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 Figures = dict[str, Any]
 RESULT, FIGURES = "RESULT ", "FIGURES "
-"""What begins a line that a step's process writes for its parent: of a case, and of the step."""
+"""Prefixes of the lines that a step's process writes for its parent: for a case, and for the step."""
 TO_START, TO_END = 15.0, 5.0
 """Seconds below which no step is started, and those that are kept for the end of a run."""
 SLOWER = 4
-"""A dry run has so many times the limit of each step."""
+"""The factor by which a dry run extends the limit of each step."""
 NNX = [sys.executable, "-m", "nnx"]
-"""The command ``nnx``, also where its script lies in no folder of this Python's."""
+"""The command ``nnx`` as a module, in case its script is not on the path."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the steps run on.
+    """The machine and the model of the steps.
 
     Attributes:
-        accelerator: Lightning's name of it, ``"cuda"`` or ``"cpu"``.
-        layers: Blocks of the GPT that is trained.
-        width: Size of its token vectors.
-        batch: Sequences in a step.
-        context: Tokens in a sequence.
+        accelerator: Lightning's accelerator name, ``"cuda"`` or ``"cpu"``.
+        layers: The number of blocks of the trained GPT.
+        width: The size of its token vectors.
+        batch: The number of sequences in a step.
+        context: The number of tokens in a sequence.
     """
 
     accelerator: str
@@ -58,7 +57,7 @@ class Machine:
 
     @property
     def is_card(self) -> bool:
-        """Whether this is no dry run."""
+        """Return True if the machine has a card (False in a dry run)."""
         return self.accelerator == "cuda"
 
     @property
@@ -192,13 +191,13 @@ def each(cases: Iterable[str], run: Callable[[str], Figures], *, may_fail: Conta
 
 
 def main(card: Machine, small: Machine, *, cards: int, seconds: float = math.inf) -> int:
-    """Run the steps, each in processes of its own; or be one of them.
+    """Run the steps, each in its own processes, or one step if this process is one of these.
 
     Args:
-        card: What they train on cards.
-        small: What they train in a dry run.
-        cards: The number of cards that are needed at least.
-        seconds: After so many seconds on cards a run ends; steps without time are left out.
+        card: The machine of a run on cards.
+        small: The machine of a dry run.
+        cards: The minimum number of cards.
+        seconds: The time limit of a run on cards; later steps are skipped.
 
     Returns:
         The exit code.
@@ -258,13 +257,13 @@ def run_steps(names: list[str], machine: Machine, seconds: float, write: Results
 
 
 def run_step(name: str, machine: Machine, limit: float, write: Results) -> Figures:
-    """Run one step in processes of its own; its figures, or why it failed.
+    """Run one step in its own processes. Return its figures, or the reason for its failure.
 
     Args:
-        name: The step's.
-        machine: What it runs on.
-        limit: Seconds after which its processes are killed.
-        write: Takes the results of its cases when they come.
+        name: The step's name.
+        machine: The machine to run on.
+        limit: The seconds after which its processes are killed.
+        write: Receives the results of its cases as they come.
     """
     begun = time.perf_counter()
     command = [sys.executable]

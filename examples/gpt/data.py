@@ -51,15 +51,15 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class GlobalBatches(Sampler[list[int]]):
-    """This rank's share of one random global batch after another.
+    """Successive random global batches, of which this rank reads its share.
 
     Args:
-        windows: How many windows there are to draw from.
-        batches: How many global batches to serve.
-        global_batch: Windows in a global batch; divisible by `num_replicas`.
-        seed: Global batch k is drawn from the seed and k alone.
-        num_replicas: How many ranks share each global batch.
-        rank: Which of the equal shares is this rank's.
+        windows: The number of windows to draw from.
+        batches: The number of global batches.
+        global_batch: The number of windows in a global batch; divisible by `num_replicas`.
+        seed: Global batch k depends on the seed and k only.
+        num_replicas: The number of ranks that share each global batch.
+        rank: The index of this rank's share.
 
     Example:
         >>> whole = GlobalBatches(100, batches=1, global_batch=4, seed=0)
@@ -103,7 +103,7 @@ class GlobalBatches(Sampler[list[int]]):
             yield self._draw(index)[self.rank * self.share : (self.rank + 1) * self.share]
 
     def skip(self, served: int) -> None:
-        """Let the next iteration, and only that one, begin after so many global batches."""
+        """Start the next iteration, and only that one, after this number of global batches."""
         self.served = self._resume_at = served
 
     def _draw(self, index: int) -> list[int]:
@@ -123,24 +123,24 @@ class ResumableLoader(DataLoader[tuple[Tensor, Tensor]]):
         self.batches = batches
 
     def state_dict(self) -> dict[str, Any]:
-        """What Lightning puts into the checkpoint."""
+        """Return the state that Lightning puts into the checkpoint."""
         return {"served": self.batches.served}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the saved run was."""
+        """Resume at the position of the saved run."""
         self.batches.skip(state["served"])
 
 
 class StandardLibrary(LightningDataModule):
-    """The training and the validation text, cut into global batches.
+    """The training and the validation text, split into global batches.
 
     Args:
-        steps: How many global batches the training run takes.
-        global_batch: Windows in a global batch, whatever the number of processes.
-        context: Bytes in a window.
-        limit: Bytes of text to read in all.
-        held_out: Share of the text, at its end, that is kept for validation.
-        seed: Fixes which windows form which batch.
+        steps: The number of global batches of the training run.
+        global_batch: The number of windows in a global batch, for any number of processes.
+        context: The number of bytes in a window.
+        limit: The number of bytes of text to read in all.
+        held_out: The fraction at the end of the text that is kept for validation.
+        seed: The seed of the order of windows.
     """
 
     def __init__(

@@ -20,11 +20,11 @@ class GPTConfig:
     """The size of a model."""
 
     vocabulary: int = 256
-    """How many different tokens exist; 256 for plain bytes."""
+    """The number of tokens; 256 for plain bytes."""
     context: int = 128
     """The longest sequence the model can look back on, in tokens."""
     layers: int = 4
-    """How many transformer blocks are stacked."""
+    """The number of transformer blocks."""
     heads: int = 4
     """Attention heads per block; divides `width`."""
     width: int = 128

@@ -1,4 +1,4 @@
-"""How the GPT is trained, as a LightningModule that knows nothing of how it is distributed."""
+"""The training of the GPT: a LightningModule without any distributed code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LitGPT(LightningModule):
         self.learning_rate = learning_rate
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The loss of this rank's share; what is logged is the mean over the global batch."""
+        """Return the loss of this rank's share; the logged value is the mean over the global batch."""
         loss = self._loss(batch)
         self.log("train_loss", loss, prog_bar=True, sync_dist=True)
         return loss

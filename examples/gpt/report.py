@@ -1,6 +1,6 @@
-"""What the runs have to say: read their losses, compare them, print a table, draw the curves.
+"""Read the losses of the runs, compare them, print a table, and draw the curves.
 
-Never trains anything. The numbers come from the CSV files that Lightning wrote.
+This file trains nothing. The numbers come from the CSV files that Lightning wrote.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Losses:
 
 
 def read_losses(path: Path) -> Losses:
-    """Read what Lightning's CSVLogger wrote."""
+    """Read the files of Lightning's CSVLogger."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     return Losses(train=_column(rows, "train_loss"), val=_column(rows, "val_loss"))

@@ -1,6 +1,6 @@
 """One training run: an ordinary Lightning script, started as `python -m gpt.run` from examples/.
 
-Nothing here imports nnx: installing it is what makes `strategy="fsdp_auto"` known to Lightning, which
+This script does not import nnx: the installed package registers `strategy="fsdp_auto"` with Lightning, which
 starts the processes itself.
 """
 

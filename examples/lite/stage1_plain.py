@@ -2,7 +2,7 @@
 
     python examples/lite/stage1_plain.py
 
-The other stages are what becomes of this file.
+The other stages develop this file.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from nnx.lite import LightningLite
 
 
 class Lite(LightningLite):
-    """The body of stage 1's function; what was removed are the devices."""
+    """The body of stage 1's function, without the devices."""
 
     def run(self, num_epochs: int) -> list[float]:
         """Train, and return the loss of every step, averaged over the processes."""

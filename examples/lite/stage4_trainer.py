@@ -1,4 +1,4 @@
-"""Stage 4: the loop is Trainer's. What remains is the model, the step, the optimizer and the data.
+"""Stage 4: the loop is Trainer's. The model, the step, the optimizer and the data remain.
 
     python examples/lite/stage4_trainer.py --devices 2 --strategy fsdp_auto
 
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 
 class LightningModel(LightningModule):
-    """What `Lite.run` did to the model."""
+    """The body of `Lite.run` as a LightningModule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class LightningModel(LightningModule):
 
 
 class MyDataModule(LightningDataModule):
-    """The data. Trainer shuffles what it distributes; Lite and Fabric keep the order, and so does this."""
+    """The data in a fixed order, as with Lite and Fabric; by default Trainer's sampler shuffles."""
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Every process's share of each global batch, in order."""

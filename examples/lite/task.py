@@ -1,4 +1,4 @@
-"""What all four stages train: a model that returns its loss, a dataset, and the settings.
+"""The training task of all four stages: a model that returns its loss, a dataset, and the settings.
 
 A global batch has the same samples in every stage and on any number of processes, so that losses can be
 compared. This module owns the task and the command line; it never imports Lightning.

@@ -1,4 +1,4 @@
-"""`shards`: what fairscale's FSDP itself gives each of two ranks to save. Nothing is sent to make them."""
+"""`shards`: each rank's FSDP checkpoint of fairscale itself, for two ranks, made without communication."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 
 
 class Group:
-    """Says which rank of two this is."""
+    """A process group of two ranks that returns this rank."""
 
     def __init__(self, number):
         self.number = number

@@ -1,4 +1,4 @@
-"""`demo.py`, of which the page shows the plan and the program; and a model on the meta device."""
+"""`demo.py`, whose plan and program the page shows, and a model on the meta device."""
 
 import sys
 from pathlib import Path

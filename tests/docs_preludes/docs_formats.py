@@ -1,4 +1,4 @@
-"""A checkpoint of another program: what Lightning's DeepSpeed strategy wrote on two processes."""
+"""A checkpoint of Lightning's DeepSpeed strategy, written on two processes."""
 
 from jobs.docs_blocks import ROOT, lay_out
 

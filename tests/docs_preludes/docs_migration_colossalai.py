@@ -1,4 +1,4 @@
-"""`booster`, written as the source of ColossalAI's `save_model` and `save_optimizer` does it, with shards."""
+"""`booster`, written as ColossalAI's `save_model` and `save_optimizer` write it, with shards."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`zero3`, which Lightning's DeepSpeed strategy wrote on two processes, and the model that it is of."""
+"""`zero3`, a checkpoint of Lightning's DeepSpeed strategy on two processes, and its model."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Three classes that a page registers: a backend, and two strategies of Lightning's kind."""
+"""Three classes that a page registers: a backend and two Lightning strategies."""
 
 from dataclasses import dataclass
 

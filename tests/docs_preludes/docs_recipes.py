@@ -1,4 +1,4 @@
-"""DeepSpeed's directory `zero3` with its module `deepspeed_model`, and `sharded.ckpt` of Lightning's FSDP."""
+"""DeepSpeed's directory `zero3` with its module `deepspeed_model`, and Lightning's FSDP's `sharded.ckpt`."""
 
 from jobs.docs_blocks import ROOT
 

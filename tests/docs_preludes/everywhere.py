@@ -1,6 +1,6 @@
-"""What every page finds: a small model with its data, and Lightning's names.
+"""The prelude of every page: a small model with its data, and Lightning's names.
 
-In the working directory lie `last.ckpt`, `a.ckpt` and `b.ckpt`, which two ranks of `fsdp_auto` wrote.
+The working directory has `last.ckpt`, `a.ckpt` and `b.ckpt`, which two ranks of `fsdp_auto` wrote.
 """
 
 # ruff: noqa: F401 - pages use these names
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class Net(LightningModule):
-    """Trains for two batches, whatever the Trainer allows."""
+    """A module that trains for two batches, for any limit of the Trainer."""
 
     def __init__(self, width=16, depth=2, dropout=0.1):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The ranks belong to one world, as those of a loop under torchrun do."""
+"""The ranks are in one world, as those of a loop under torchrun are."""
 
 import torch
 

@@ -1,6 +1,6 @@
-"""Registers a strategy as a plugin would that knows one copy of Lightning only.
+"""Registers a strategy as a plugin would that knows only one copy of Lightning.
 
-Nothing else may import this: the next registration brings all registries up to date.
+No other module may import this: the next registration updates all registries.
 """
 
 import lightning_fabric.strategies

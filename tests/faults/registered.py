@@ -1,4 +1,4 @@
-"""Registers the broken strategies that declare something; imported in the workers only."""
+"""Registers the broken strategies with declared capabilities; only workers import this module."""
 
 from __future__ import annotations
 

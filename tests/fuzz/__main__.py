@@ -1,4 +1,4 @@
-"""``python -m fuzz N [format ...]``: so many cases of each format, and what came of them."""
+"""``python -m fuzz N [format ...]``: judge N cases of each format, and print the results."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class Document:
     """A file as a tree.
 
     Args:
-        tree: What is in it.
-        write: Makes bytes of it.
+        tree: The content of the file.
+        write: Makes bytes of a tree.
     """
 
     def __init__(self, tree: Any, write: Callable[[Any], bytes]) -> None:
@@ -81,7 +81,7 @@ def _unpack(value: Any) -> Any:
 
 
 def _pack(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """A copy with the texts again; what is shared stays shared."""
+    """Return a copy with the texts restored; shared objects stay shared."""
     memo = {} if memo is None else memo
     if id(value) in memo:
         return memo[id(value)]
@@ -149,7 +149,7 @@ def sign(
 
     Args:
         files: The files by name; changed in place.
-        before: As they were.
+        before: The files before the change.
         sums: Gives the checksums of every rank file for a manifest and an index.
     """
     try:

@@ -1,6 +1,6 @@
-"""Changes of a checkpoint's structure, and the strategy that makes them up.
+"""Changes of a checkpoint's structure, and the hypothesis strategy that generates them.
 
-An edit says by numbers where it applies, counted in whatever is there, so that every edit applies to every
+An edit gives its place by numbers, counted in the file at hand, so that every edit applies to every
 checkpoint and can be written down.
 """
 
@@ -20,7 +20,7 @@ from fuzz.pickles import Made, Pairs, Stored, Tup, dump_pickle
 __all__ = ["Case", "Edit", "Special", "apply", "cases"]
 
 Special = tuple[str, str]
-"""What takes the place of a file: a link and its target, a pipe, or a directory."""
+"""The replacement of a file: a link and its target, a pipe, or a directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class Edit:
     """One change.
 
     Attributes:
-        kind: Which; see `TREE_EDITS`, `FILE_EDITS` and `TEXT_EDITS`.
+        kind: The kind of edit; see `TREE_EDITS`, `FILE_EDITS` and `TEXT_EDITS`.
         file: The file that is changed, by number.
         where: The place in it, by number.
         other: Another place or file, by number.
-        value: What is put there.
+        value: The new value.
     """
 
     kind: str
@@ -67,7 +67,7 @@ TREE_EDITS = (
     "collide",
 )
 _LAST = ("laugh", "many", "collide")
-"""What makes so much of a tree that nothing can walk over it afterwards."""
+"""Edits that make a tree too large for any later edit."""
 FILE_EDITS = (
     "remove",
     "link",
@@ -143,7 +143,7 @@ def apply(edits: tuple[Edit, ...], before: dict[str, bytes]) -> tuple[dict[str, 
     """Change files.
 
     Returns:
-        The files, and what takes the place of some.
+        The files, and the replacements of some.
     """
     files, special = dict(before), {}
     documents: dict[str, Document | None] = {}
@@ -185,9 +185,9 @@ def _dump(document: Document | None, raw: bytes) -> bytes:
 
 
 def _slots(tree: Any, shares: bool, seen: set[int]) -> Iterator[tuple[Any, Any, bool]]:
-    """Every place in a tree: a container, a key or position in it, and whether it may hold what others hold.
+    """Yield every place in a tree: a container, a key or position in it, and True if it may share objects.
 
-    JSON has no references, so what is there twice is written twice.
+    JSON has no references, so shared objects are written twice.
     """
     if id(tree) in seen:
         return

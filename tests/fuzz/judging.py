@@ -1,4 +1,4 @@
-"""One case after the other in a process of its own, which is replaced when it dies or hangs."""
+"""Judge one case after the other in a separate process, which is replaced when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["Judge", "Verdict"]
 MOST_GROWTH = 64 << 20
 """Bytes that opening may take beside four times the file's size."""
 MOST_SECONDS = 5.0
-"""Of processor time, for what has less than two megabytes; a command may take twice as many."""
+"""The limit of processor time, for files below two megabytes; a command may take twice as long."""
 PATIENCE = 30.0
 """Seconds of processor time after which a case hangs; it may wait ten times as long."""
 _COMMANDS = (
@@ -51,12 +51,12 @@ _COMMANDS = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of a case.
+    """The verdict on a case.
 
     Attributes:
-        kind: ``"refused"``, ``"right"`` (as before the change), ``"forged"`` (something else, and the files
-            say so), ``"skipped"`` (it cannot be written), or ``"wrong"``.
-        why: What is wrong, or which error.
+        kind: ``"refused"``, ``"right"`` (as before the change), ``"forged"`` (different, as the files say),
+            ``"skipped"`` (it cannot be written), or ``"wrong"``.
+        why: The defect or the error.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class Sample:
     found: Any
 
     def below(self, root: Path) -> Path:
-        """What to open of a copy: the only file where there is one, else the directory."""
+        """Return the path to open in a copy: the only file, or the directory if there are several."""
         return root / next(iter(self.files)) if len(self.files) == 1 else root
 
 
@@ -101,7 +101,7 @@ class Judge:
         self.stop()
 
     def judge(self, case: Case) -> Verdict:
-        """Apply a case, open what came out, and judge it."""
+        """Apply a case, open the result, and judge it."""
         if self._child is None or not self._child.is_alive():
             self._start()
         try:
@@ -217,7 +217,7 @@ class Contents:
     """All that a checkpoint has.
 
     Attributes:
-        tensors: By name.
+        tensors: The tensors by name.
         objects: The common objects, and those of the first ranks.
         aliases: The names of tied tensors.
         world_size: The number of ranks that wrote it.
@@ -283,7 +283,7 @@ def _compared(
 
 
 def _commanded(arguments: tuple[str, ...], path: Path, sample: Sample, out: Path) -> Verdict | None:
-    """Run a command as it is run in a terminal; what is wrong with it, if anything is."""
+    """Run a command as in a terminal, and return a verdict if it is wrong."""
     for old in out.parent.glob(f"{out.name}*"):
         shutil.rmtree(old) if old.is_dir() else old.unlink()
     names = {"good": sample.below(sample.path), "out": out}
@@ -313,7 +313,7 @@ def _signature(error: BaseException | None) -> str:
 
 
 def _peak(*, reset: bool = True) -> int:
-    """The most memory this process had since the last reset; after one, what it has now."""
+    """Return the peak memory of this process since the last reset; with `reset`, its present memory."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     for line in Path("/proc/self/status").read_text().splitlines():

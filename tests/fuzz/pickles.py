@@ -1,4 +1,4 @@
-"""Pickles as trees that can be changed and written again; nothing that a pickle names is imported."""
+"""Pickles as trees that can be changed and written again; no name in a pickle is imported."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Tup(list[Any]):
 
 
 class Pairs(list[Any]):
-    """Keys and values of a dict whose keys are not hashed."""
+    """Keys and values of a dict, without hashing the keys."""
 
     def items(self) -> Pairs:
-        """As of a dict."""
+        """Return the items, as of a dict."""
         return self
 
 
 class Made:
-    """What a pickle makes by calling the class or function of a name; each name has a subclass."""
+    """The result of a call in a pickle; each called name has a subclass."""
 
     symbol = ("", "")
 
@@ -43,16 +43,16 @@ class Made:
         self.items[key] = value
 
     def append(self, value: Any) -> None:
-        """As the pickle does with a list."""
+        """Do as the pickle does with a list."""
         self.values.append(value)
 
     def extend(self, values: Any) -> None:
-        """As the pickle does with a list."""
+        """Do as the pickle does with a list."""
         self.values.extend(values)
 
 
 class Stored:
-    """A reference to what is not in the pickle: a storage of torch."""
+    """A reference to a storage of torch, which is outside the pickle."""
 
     def __init__(self, pid: Any) -> None:
         self.pid = pid
@@ -77,7 +77,7 @@ def load_pickle(raw: bytes) -> Any:
 
 
 def _thawed(value: Any, memo: dict[int, Any]) -> Any:
-    """The same with `Tup` for every tuple that is no key; what is shared stays shared."""
+    """Return the same with `Tup` for every tuple that is no key; shared objects stay shared."""
     if id(value) in memo:
         return memo[id(value)][1]
     made = value

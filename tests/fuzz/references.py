@@ -1,8 +1,8 @@
-"""What a changed checkpoint holds, read without nnx.
+"""Read a changed checkpoint without nnx.
 
-Our own format and safetensors say for every tensor which bytes it has, and are read by what their
-specifications say. For the other programs' formats it is enough, and needs none of their code, to know the
-tensors in their files: whatever nnx puts together must be made of runs of one of these, in order.
+nnx's own format and safetensors give the bytes of every tensor, and are read by their specifications.
+For the formats of other programs it is enough, and needs none of their code, to know the tensors in their
+files: every tensor that nnx assembles must consist of runs of one of these, in order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Entry = tuple[int, int, str, Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box of a tensor, and what it may hold: ranks may store the same box."""
+    """A box of a tensor, and its possible contents: ranks may store the same box."""
 
     box: tuple[slice, ...]
     data: list[bytes]
@@ -59,7 +59,7 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def explains(format: str, files: Mapping[str, bytes], found: Mapping[str, Tensor]) -> list[str]:
-    """Names of the tensors that are not what the files say."""
+    """Return the names of the tensors that differ from the files."""
     if format == "nnx":
         return _differing(_native(files), found)
     if format == "safetensors":
@@ -112,7 +112,7 @@ def _boxes(group: Any) -> list[Any]:
 
 
 def _starts(raw: bytes) -> dict[tuple[str, tuple[int, ...]], int]:
-    """Where the entries of a rank file begin, by the name of the tensor and the offset of the box."""
+    """Return the start of each entry of a rank file, by the name of its tensor and the offset of its box."""
     (length,) = struct.unpack_from("<Q", raw)
     header = json.loads(raw[8 : 8 + length])
     origins = json.loads(header.pop("__metadata__")["nnx"])
@@ -213,7 +213,7 @@ def _stored(name: str, raw: bytes) -> Iterator[bytes]:
 
 
 def _records(raw: bytes) -> dict[str, bytes]:
-    """What a zip file holds, without the names' first part; nothing if it is none."""
+    """Return the records of a zip file, without the first part of their names; empty if it is no zip file."""
     if not zipfile.is_zipfile(io.BytesIO(raw)):
         return {}
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
@@ -276,7 +276,7 @@ def _tensor(kind: str, arguments: Any, records: Mapping[str, bytes], order: byte
 
 
 def _made_of(tensor: Tensor, pool: Sequence[bytes]) -> bool:
-    """Whether every row of a tensor is made of at most a few runs of what is stored."""
+    """Return True if every row of a tensor consists of at most a few runs of stored bytes."""
     if tensor.numel() == 0 or not tensor.dim():
         return tensor.numel() == 0 or _runs(bits(tensor), tensor.dtype.itemsize, pool) == 1
     rows = tensor.reshape(-1, tensor.shape[-1])
@@ -284,7 +284,7 @@ def _made_of(tensor: Tensor, pool: Sequence[bytes]) -> bool:
 
 
 def _runs(data: bytes, width: int, pool: Sequence[bytes]) -> int:
-    """How many runs of what is stored, each as long as possible, make up the data."""
+    """Return the number of runs of stored bytes, each as long as possible, that make up the data."""
     count = 0
     while data:
         stop = len(data)

@@ -1,4 +1,4 @@
-"""Runs cases that hypothesis makes up, and counts what came of them."""
+"""Run cases that hypothesis generates, and count the verdicts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Figures", "survey"]
 
 @dataclass
 class Figures:
-    """What came of the cases of a format.
+    """The results of the cases of a format.
 
     Attributes:
-        counts: How many cases had each kind of verdict.
-        findings: What was wrong, without numbers, each with its first case.
+        counts: The number of cases with each kind of verdict.
+        findings: The defects, without numbers, each with its first case.
     """
 
     format: str
@@ -39,12 +39,12 @@ class Figures:
 
 
 def survey(format: str, count: int, *, start: int = 0) -> Figures:
-    """Judge so many cases of a format.
+    """Judge a number of cases of a format.
 
     Args:
-        format: Name of the format.
-        count: How many.
-        start: Which cases: the same number gives the same ones.
+        format: The name of the format.
+        count: The number of cases.
+        start: The first case. The same number gives the same cases.
     """
     figures = Figures(format)
 

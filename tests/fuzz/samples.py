@@ -1,4 +1,4 @@
-"""Small checkpoints of every format, to be changed."""
+"""Small checkpoints of every format, for the fuzzer to change."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def objects() -> dict[str, Any]:
-    """What a Trainer leaves."""
+    """Return a Trainer's state."""
     trainer = {
         "epoch": 3,
         "global_step": 7,
@@ -147,7 +147,7 @@ def _deepspeed(place: Path) -> list[Path]:
 
 
 def _colossalai(place: Path) -> list[Path]:
-    """As `save_sharded_model` and `save_sharded_optimizer` write it."""
+    """Write a checkpoint as `save_sharded_model` and `save_sharded_optimizer` do."""
     path = place / "saved"
     (path / "modeling").mkdir(parents=True)
     (path / "optimizer").mkdir()
@@ -190,7 +190,7 @@ def _nnscaler(place: Path) -> list[Path]:
 
 
 def _fairscale(place: Path) -> list[Path]:
-    """What two ranks save of ``local_state_dict()`` and ``local_metadata_dict()``."""
+    """Save ``local_state_dict()`` and ``local_metadata_dict()`` of two ranks."""
     flat = torch.arange(24.0) + 10  # weight 4x3, bias 4, gain 7, one element of padding
     layout = {"names": ["weight", "bias", "gain"], "shapes": [(4, 3), (4,), (7,)], "numels": [12, 4, 7]}
     (place / "saved").mkdir()
@@ -223,4 +223,4 @@ FORMATS: dict[str, Callable[[Path], list[Path]]] = {
     "nnscaler": _nnscaler,
     "fairscale": _fairscale,
 }
-"""For each format, what writes its samples."""
+"""The writer of each format's samples."""

@@ -46,7 +46,7 @@ def sampled(run: Run) -> tuple[list[Any], bool]:
 
 
 def reduced_over_shares() -> dict[str, Any]:
-    """What Trainer reduces where all ranks read the same data: what is logged, and what a hook asks for."""
+    """Return Trainer's reductions over ranks with the same data: logged values, and values of a hook."""
     engines.register()
     run = Run(strategy="column_parallel", steps=1)
     note = _Reduces()
@@ -55,7 +55,7 @@ def reduced_over_shares() -> dict[str, Any]:
 
 
 def calls_of_own_backward(run: Run) -> int:
-    """How often ``LightningModule.backward`` of the user was called."""
+    """Return the number of calls of the user's ``LightningModule.backward``."""
     engines.register()
     module = _OwnBackward(run)
     make_trainer(run).fit(module)
@@ -91,7 +91,7 @@ def _fabric_steps(precision: Any) -> list[float]:
 
 
 def of_its_own_batch(run: Run) -> str:
-    """What training says where ranks that compute one batch together divide the data by their rank."""
+    """Return the error if ranks that compute one batch together divide the data by their rank."""
     engines.register()
     try:
         make_trainer(run).fit(_DividesByProcess(run))

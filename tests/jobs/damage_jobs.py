@@ -1,4 +1,4 @@
-"""Runs that meet a damaged checkpoint, or a rank that cannot write."""
+"""Runs with a damaged checkpoint, or with a rank that cannot write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nnx_test_helpers.training import MODELS, Run, make_trainer
 
 
 def resume_error(run: Run) -> str:
-    """The message of the error that resuming ends with, or what happened instead."""
+    """Return the message of the error that resuming raises, or the result without one."""
     trainer = make_trainer(run)
     try:
         trainer.fit(MODELS[run.model](run), ckpt_path=run.resume)
@@ -44,7 +44,7 @@ def save_on_a_full_disk(run: Run, rank: int) -> tuple[list[str], int, list[str]]
     """Save while one rank's disk is full.
 
     Returns:
-        The errors, the step of the checkpoint that is on disk afterwards, and what lies beside it.
+        The errors, the step of the checkpoint on disk afterwards, and the files beside it.
     """
     saver = _SaveTwice(run, rank)
     make_trainer(run, callbacks=[saver]).fit(MODELS[run.model](run))

@@ -1,6 +1,6 @@
-"""The fenced blocks of the documentation, and what becomes of each: run, only parsed, or shown for a reason.
+"""The fenced blocks of the documentation: run, only parsed, or shown for a reason.
 
-`docs_table` says which are not run; `docs_jobs` runs the others.
+`docs_table` lists the blocks that are not run; `docs_jobs` runs the others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Block:
         return [re.sub(r"\s+", " ", line) for line in stripped if line]
 
     def outputs(self) -> list[str]:
-        """What a console block shows below each of its commands."""
+        """Return the output that a console block shows below each of its commands."""
         return [part.partition("\n")[2] for part in re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]]
 
 
@@ -97,10 +97,10 @@ def words(command: str) -> list[str]:
 
 
 def same_output(shown: str, printed: str) -> str:
-    """The first shown line that was not printed in its place; empty if all were.
+    """Return the first shown line that was not printed in its place; empty if all were.
 
-    `...` stands for anything, within a line or as lines of its own. Numbers, ids and what is drawn with them
-    differ from run to run, so any number is as good as any other; so is the space around it.
+    `...` stands for any text, within a line or as separate lines. Numbers, ids and drawings with them vary;
+    so any number matches any other, and any space matches any other.
     """
     wanted = [_masked(line) for line in shown.strip().splitlines()]
     lines = iter([_masked(line) for line in printed.strip().splitlines()])

@@ -1,8 +1,8 @@
-"""Runs a page of the documentation in the ranks of a pool: its prelude, then its blocks, in order.
+"""Run a page of the documentation in the ranks of a pool: its prelude, then its blocks, in order.
 
-Python runs on every rank in one namespace, as a script would that several processes run. Commands run once,
+Python runs on every rank in one namespace, like a script that several processes run. Commands run once,
 on rank 0, while the others wait; `nnx` runs in that process, because importing torch takes longer than all
-the rest.
+other work.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WAIT = 60.0
 
 
 class PageError(AssertionError):
-    """A block does not do what the page says."""
+    """A block does not do as its page says."""
 
 
 def make_checkpoints(folder: str) -> None:
@@ -63,7 +63,7 @@ def run_page(page: str, folder: str) -> list[str]:
 
 
 class Page:
-    """One page while it runs: its namespace, and what the last block printed."""
+    """One page while it runs: its namespace, and the output of the last block."""
 
     def __init__(self, path: Path, folder: Path) -> None:
         self.path = path
@@ -83,7 +83,7 @@ class Page:
             return [block.place for block in blocks_of(self.path) if self.run_block(block)]
 
     def prelude(self) -> None:
-        """What all pages find, then what this page finds."""
+        """Run the prelude of all pages, then that of this page."""
         path = self.path.relative_to(ROOT) if self.path.is_relative_to(ROOT) else Path(self.path.name)
         name = path.with_suffix("").as_posix().replace("/", "_").lower()
         for file in (PRELUDES / "everywhere.py", PRELUDES / f"{name}.py"):
@@ -91,7 +91,7 @@ class Page:
                 exec(compile(file.read_text(), str(file), "exec"), vars(self.module))
 
     def run_block(self, block: Block) -> bool:
-        """Whether something was done with it."""
+        """Return True if the block was run or parsed."""
         try:
             act: Callable[[Block], bool] = getattr(self, f"run_{block.language}")
             return act(block)
@@ -180,7 +180,7 @@ class Page:
             time.sleep(0.02)
 
     def command(self, command: str, *, codes: tuple[int, ...] = (0,)) -> str:
-        """Run one command and return what it printed."""
+        """Run one command and return its output."""
         code, printed = _nnx(words(command)[1:]) if command.startswith("nnx ") else _shell(command)
         if code not in codes:
             raise PageError(f"$ {command}\nexit code {code}\n{printed}")
@@ -218,7 +218,7 @@ def _shell(command: str) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def _captured() -> Iterator[io.StringIO]:
-    """What is printed and logged meanwhile."""
+    """Capture printed and logged output."""
     output = io.StringIO()
     handler = logging.StreamHandler(output)
     named = [logging.getLogger(name) for name in ("nnx", "lightning.pytorch", "lightning.fabric")]
@@ -249,7 +249,7 @@ def _devices_found(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _registrations_undone() -> Iterator[None]:
-    """Take back what a page registers, for the next one."""
+    """Undo the registrations of a page."""
     from nnx import StrategyRegistry
 
     before: set[Any] = set(StrategyRegistry.names())

@@ -1,4 +1,4 @@
-"""Jobs of `test_first_error.py`: runs that lose the connection, and faults planted in their clean-up."""
+"""Jobs of `test_first_error.py`: runs that lose the connection, and planted faults in their clean-up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training run in which every place of nnx is counted that would make the host wait for a card."""
+"""A training run that counts all places in nnx that would make the host wait for a card."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BELOW = (
 
 
 def _place() -> str:
-    """Where nnx asked, if it was nnx: the file and the function below torch's own code."""
+    """Return the file and function of nnx that called torch; empty if the caller is not nnx."""
     frame = sys._getframe(2)
     while any(part in frame.f_code.co_filename for part in _BELOW):
         if frame.f_back is None:
@@ -48,10 +48,10 @@ def _place() -> str:
 
 @contextmanager
 def counted(found: Counter[str]) -> Iterator[None]:
-    """Count reads of tensors by the host, and tensors that are made of lists or numbers on a device.
+    """Count reads of tensors by the host, and tensors made from lists or numbers on a device.
 
-    On the CPU nothing waits, and a read of a tensor that is in host memory in any case counts as well: the
-    figures are an upper bound of what a card would see.
+    On the CPU no read waits, and reads of tensors that are always in host memory count as well: the
+    figures are an upper bound of the waits for a card.
     """
 
     def counting(name: str, original: Any) -> Any:

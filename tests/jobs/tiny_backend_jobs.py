@@ -1,4 +1,4 @@
-"""What the ranks do in test_tiny_backend.py."""
+"""Jobs of test_tiny_backend.py."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def refused_option() -> str:
 
 
 def show_in_a_fresh_process(name: str) -> tuple[str, bool]:
-    """What ``nnx show --json`` prints, and whether it imports torch."""
+    """Return the output of ``nnx show --json``, and True if it imports torch."""
     script = (
         "import sys; from nnx_checkpoint.cli.command import main\n"
         f"sys.argv = ['nnx', 'show', {name!r}, '--json']\n"
@@ -112,7 +112,7 @@ def average(bucket_megabytes: float) -> dict[str, Any]:
 
 
 def sampler_shares() -> dict[tuple[int, int], dict[str, int]]:
-    """Which share each process of three nodes with two processes reads."""
+    """Return the data share of each process of three nodes with two processes."""
     import torch
 
     from nnx_tiny.strategy import TinyStrategy

@@ -1,4 +1,4 @@
-"""Training with optimizers that look at more than one element: what each rank ends with, and what it sent."""
+"""Training with optimizers that read more than one element: each rank's results and the bytes it sent."""
 
 from __future__ import annotations
 
@@ -167,18 +167,18 @@ OPTIMIZERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Steps:
-    """What is trained.
+    """The settings of a training.
 
     Attributes:
         optimizer: One of `OPTIMIZERS`.
-        strategy: A name, or "auto".
-        options: Of the strategy.
-        devices: Processes.
-        trainer: Further arguments of Trainer's.
-        save: Where to save after two steps.
-        resume: A checkpoint to go on from.
-        save_resumed: Where to save before the first step of a run that resumes.
-        batch: Samples that all ranks see in a step.
+        strategy: The name of the strategy, or "auto".
+        options: The options of the strategy.
+        devices: The number of processes.
+        trainer: Further arguments of the Trainer.
+        save: The path to save to after two steps.
+        resume: The checkpoint to resume from.
+        save_resumed: The path to save to before the first step of a resumed run.
+        batch: The number of samples that all ranks together see in a step.
     """
 
     optimizer: str
@@ -194,7 +194,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of it: global losses, the weights, and what this rank sent for owners."""
+    """The results of a training: global losses, the weights, and the bytes that this rank sent for owners."""
 
     losses: list[float]
     weights: dict[str, Tensor]
@@ -290,7 +290,7 @@ class Stepped:
 
 
 def step_muon_on_given_gradients(shards: bool) -> Stepped:
-    """Three steps of torch's Muon: on whole parameters, or on shards of FSDP2's through owner ranks."""
+    """Run three steps of torch's Muon, on unsharded parameters or on shards of FSDP2 through owner ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -320,7 +320,7 @@ def step_muon_on_given_gradients(shards: bool) -> Stepped:
 
 
 def saved_tensors(path: str) -> dict[str, Tensor]:
-    """What a checkpoint holds, whole."""
+    """Return the unsharded tensors of a checkpoint."""
     import nnx_checkpoint
 
     saved = nnx_checkpoint.open_checkpoint(Path(path))

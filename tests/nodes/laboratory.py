@@ -1,14 +1,14 @@
-"""A laboratory of nodes: machines of a cluster on one machine, as Linux namespaces joined by a switch.
+"""A simulation of several nodes on one machine, as Linux namespaces joined by a switch.
 
-Each node has an address, a hostname, processes, shared memory and a private disk of its own, and a link to
-the switch whose rate can be set, cut and read. Nothing of it is in the machine's own network, and no traffic
-leaves the machine. The kernel takes everything away when the laboratory's process ends, however it ends.
+Each node has its own address, hostname, processes, shared memory and private disk, and a link to
+the switch whose rate can be set, cut and read. The machine's own network is unchanged, and no traffic
+leaves the machine. The kernel removes everything when the laboratory's process ends, in any way.
 
     with Laboratory(2, folder=tmp_path, rate="100mbit") as lab:
         runs = [node.start("hostname") for node in lab.nodes]
         print([run.wait(10).output for run in runs])
 
-Needs root, iproute2 and util-linux (`why_not` says what is missing).
+Needs root, iproute2 and util-linux (`why_not` names the missing ones).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _ALL_OF_IT = (
     f" && tc qdisc replace dev eth0 root tbf rate 1gbit burst {_BURST} latency 200ms"
     " && mount -t proc proc /proc && mount -t tmpfs tmpfs /dev/shm"
 )
-"""What a laboratory does in its namespaces."""
+"""The commands that a laboratory runs in its namespaces."""
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
 
 
 @cache
 def why_not() -> str:
-    """What keeps this machine from having a laboratory; empty if nothing does."""
+    """Return the reason that this machine cannot run a laboratory; empty if it can."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         return f"needs {', '.join(missing)} (iproute2, util-linux)"
@@ -61,11 +61,11 @@ def why_not() -> str:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended.
+    """The end of a command.
 
     Attributes:
         code: The exit code; that of a signal is negative, or 128 more than its number from a shell.
-        output: What it and everything it started printed.
+        output: The output of the command and of all processes that it started.
         seconds: The time from its start to its end.
     """
 
@@ -83,12 +83,12 @@ class Run:
 
     @property
     def output(self) -> str:
-        """What has been printed so far."""
+        """Return the output so far."""
         return self._output.read_text(errors="replace")
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """Return True until the command has ended."""
         return self._process.poll() is None
 
     def wait(self, seconds: float) -> Ended:
@@ -98,7 +98,7 @@ class Run:
             seconds: The time to wait at most.
 
         Raises:
-            TimeoutError: It is still running; the message has the end of what it printed.
+            TimeoutError: It is still running; the message has the end of its output.
         """
         try:
             code = self._process.wait(seconds)
@@ -110,10 +110,10 @@ class Run:
         return Ended(code, self.output, time.monotonic() - self._begun)
 
     def wait_for(self, text: str, seconds: float) -> None:
-        """Wait until something has been printed.
+        """Wait until a text has been printed.
 
         Args:
-            text: What is looked for.
+            text: The text.
             seconds: The time to wait at most.
 
         Raises:
@@ -155,7 +155,7 @@ class _Space:
         return ["nsenter", f"--target={self.pid}", "--all", "--", *command]
 
     def do(self, script: str) -> str:
-        """Run a shell script in here, and return what it printed."""
+        """Run a shell script in the namespaces, and return its output."""
         done = subprocess.run(self.inside("sh", "-ec", script), capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{script!r} failed: {done.stderr.strip()}")
@@ -206,7 +206,7 @@ class Node:
         return Run(process, output)
 
     def do(self, script: str) -> str:
-        """Run a short shell script on the node, and return what it printed."""
+        """Run a short shell script on the node, and return its output."""
         return self._space.do(script)
 
     def vanish(self) -> None:
@@ -215,7 +215,7 @@ class Node:
         self._space.kill()
 
     def cut(self) -> None:
-        """Pull the plug of its link; what is sent gets lost, and nobody is told."""
+        """Cut its link: packets are lost without an error."""
         self._lab.switch(f"ip link set port{self.number} down")
 
     def mend(self) -> None:
@@ -226,7 +226,7 @@ class Node:
         """Set the rate of its link in both directions.
 
         Args:
-            rate: As ``tc`` takes it: ``"100mbit"``, ``"1gbit"``.
+            rate: A rate in the syntax of ``tc``: ``"100mbit"``, ``"1gbit"``.
         """
         shape = f"root tbf rate {rate} burst {_BURST} latency 200ms"
         self.do(f"tc qdisc replace dev eth0 {shape}")
@@ -244,7 +244,7 @@ class Laboratory:
 
     Args:
         count: The number of nodes.
-        folder: An empty folder for what nodes print, for the shared disk and the private ones.
+        folder: An empty folder for the output of nodes, for the shared disk and the private ones.
         rate: The rate of every link, as ``tc`` takes it; as fast as the kernel can by default.
 
     Attributes:
@@ -317,7 +317,7 @@ class Laboratory:
 
 
 def _until(look: Callable[[], int | None], otherwise: str, seconds: float = 10.0) -> int:
-    """What a function finds, asked until it finds something."""
+    """Call a function until it returns a result, and return that."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with suppress(OSError):

@@ -1,7 +1,7 @@
 """A user's training script for a Ray cluster, run once: ``python ray_train.py '{"strategy": "ddp", ...}'``.
 
-It trains a small model in processes that Ray starts, and saves each step. Every rank writes down who it is,
-and rank 0 each loss, on the shared disk: what processes print may come late, or twice.
+It trains a small model in processes that Ray starts, and saves each step. Every rank writes its identity,
+and rank 0 each loss, to the shared disk, because printed output may come late, or twice.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from nnx_conformance.training import make_trainer
 
 
 class Account(Callback):
-    """Writes down who each rank is, and every step of rank 0."""
+    """Writes the identity of each rank, and every step of rank 0, to files."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         self.folder, self.seconds = folder, seconds
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Write down who this is."""
+        """Write the identity of this rank."""
         who = {
             "rank": trainer.global_rank,
             "world": trainer.world_size,
@@ -51,7 +51,7 @@ class Account(Callback):
 
 
 def main(job: dict[str, Any]) -> None:
-    """Train as the job says."""
+    """Run the training of the job."""
     folder = Path(job["folder"])
     saving = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
     task = Task(steps=job["steps"], clip=0.5, optimizer="adamw")

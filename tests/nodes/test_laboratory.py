@@ -1,4 +1,4 @@
-"""The laboratory itself: nodes are apart, and nothing of them stays."""
+"""The laboratory itself: nodes are isolated, and it leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What holds on several nodes, for every engine: the laboratory's nodes run a user's script.
+"""Guarantees on several nodes, for every engine: the laboratory's nodes run a user's script.
 
-The numbers of one process, ranks and shares, checkpoints on a shared disk and on private ones, messages once,
-and an end with one error on every node when one is lost. README's test command runs one of them,
-`nox -s nodes` all.
+The tests cover the numbers of one process, ranks and shares, checkpoints on a shared disk and on private
+ones, messages printed once, and one error on every node when one is lost. README's test command runs one of
+them, `nox -s nodes` all.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def plain(number: int, nodes: int, devices: int) -> tuple[list[str], dict[str, s
 
 
 def slurm(number: int, nodes: int, devices: int, local: int) -> dict[str, str]:
-    """What ``srun`` tells each of its tasks, of which there is one for each device."""
+    """Return the variables that ``srun`` sets for each of its tasks, one for each device."""
     return {
         "SLURM_JOB_ID": "4711",
         "SLURM_JOB_NAME": "train",
@@ -68,9 +68,9 @@ def start(lab: Laboratory, how: Any = torchrun, *, devices: int = 1, **job: Any)
 
     Args:
         lab: The laboratory.
-        how: Says what is written before the script, and which variables are set.
+        how: Gives the words before the script, and the environment variables.
         devices: The number of processes on each node.
-        **job: What the script does.
+        **job: The script's job.
     """
     runs = []
     text = json.dumps({"steps": STEPS, "nodes": len(lab.nodes), "devices": devices, **job})
@@ -82,7 +82,7 @@ def start(lab: Laboratory, how: Any = torchrun, *, devices: int = 1, **job: Any)
 
 
 def accounts_of(ended: list[Ended]) -> list[dict[str, Any]]:
-    """What the ranks report, in their order."""
+    """Return the reports of the ranks, in rank order."""
     for number, end in enumerate(ended):
         assert end.code == 0, f"node {number} ended with {end.code}:\n{end.output[-3000:]}"
     lines = [line for end in ended for line in end.output.splitlines() if line.startswith("ACCOUNT ")]

@@ -1,6 +1,6 @@
 """Ray in the laboratory: a raylet on each node, with its own address and hostname, and a script on node 0.
 
-Two strategies are always tried; the cases of the others are marked `slow`.
+Two strategies always run; the cases of the others are marked `slow`.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ STRATEGIES = [
     *(pytest.param(name, 2, marks=pytest.mark.slow) for name in OTHERS[:2]),
     *(pytest.param(name, 1, marks=pytest.mark.slow) for name in OTHERS[2:]),
 ]
-"""With the number of processes on each node."""
+"""The strategies, each with its number of processes on each node."""
 
 
 def begin_ray(node: Node, head: Node, cpus: int = 2) -> Run:
-    """Start Ray on a node, as its manual says. What it writes goes to the node's own shared memory."""
+    """Start Ray on a node, as its manual says. Its files go to the node's own shared memory."""
     own = [f"--node-ip-address={node.address}", f"--num-cpus={cpus}", "--object-store-memory=100000000"]
     if node is head:
         where = ["--head", f"--port={PORT}", "--include-dashboard=false", "--temp-dir=/dev/shm/ray"]
@@ -100,18 +100,18 @@ def result_of(ended: Ended) -> tuple[int, str]:
 
 
 def ranks_of(folder: Path) -> list[dict[str, Any]]:
-    """Who the ranks are, by their nodes."""
+    """Return the identities of the ranks, by node."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """What rank 0 wrote down; steps that were repeated come again."""
+    """Return the steps that rank 0 wrote; repeated steps occur again."""
     path = folder / "steps.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def losses_of(folder: Path) -> list[float]:
-    """Of a step that was repeated the last."""
+    """Return the loss of each step; for a repeated step, the last one."""
     found = {line["step"]: line["loss"] for line in steps_of(folder)}
     return [found[step] for step in sorted(found)]
 
@@ -129,7 +129,7 @@ def losses_alone(steps: int) -> list[float]:
 
 
 def wait_for_steps(folder: Path, count: int, run: Run) -> None:
-    """Wait until rank 0 has trained so many steps."""
+    """Wait until rank 0 has trained this number of steps."""
     end = time.monotonic() + 120
     while len(steps_of(folder)) < count:
         assert run.is_running and time.monotonic() < end, run.output[-4000:]

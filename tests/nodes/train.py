@@ -1,7 +1,7 @@
 """A user's training script for several nodes: ``python train.py '{"strategy": "fsdp_auto", ...}'``.
 
-It trains a small model, does what else the job says, and prints an account of it in one line. Processes are
-started by the tests as users start theirs; nothing here knows of the laboratory.
+It trains a small model as the job says, and prints a report in one line. The tests start the processes as
+users start theirs; this script does not know of the laboratory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nnx_conformance.training import make_trainer, outcome_of
 
 
 class Steps(Callback):
-    """Says how far training is, and makes a step last, or one rank die in it."""
+    """Prints the progress of the training, delays a step, or kills one rank in it."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
@@ -39,7 +39,7 @@ class Steps(Callback):
 
 
 def main(job: dict[str, Any]) -> None:
-    """Train as the job says."""
+    """Run the training of the job."""
     task = Task(steps=job["steps"], clip=0.5, optimizer="adamw", batches=job.get("batches", 1))
     subject = Subject(job["strategy"], options=job.get("options", {}))
     trainer = make_trainer(

@@ -1,14 +1,14 @@
-"""What every Python that a test starts imports first: it halves what importing Lightning costs.
+"""The first import of every Python that a test starts: it halves the time of importing Lightning.
 
-Importing torch and Lightning makes millions of objects that stay. The collector looks at them again and
-again, which is a quarter of the time that the import takes, and most of what a test of a script costs.
+Importing torch and Lightning makes millions of objects that stay. The collector scans them again and
+again, which is a quarter of the import's time, and most of the time of a script's test.
 
-A further two fifths go to what torchmetrics imports where it is installed: transformers for metrics of texts,
+A further two fifths go to optional imports of torchmetrics: transformers for metrics of texts,
 scipy for those of sounds, matplotlib for pictures. No test uses these metrics, so torchmetrics is told that
-they are not there. Whoever imports one of them itself finds it as ever.
+they are not installed. Code that imports one of them directly still finds it.
 
-And for every Trainer Lightning reads what each of the installed packages offers, some two hundred files. What
-was read once is kept, as long as the folder of a package's metadata is the same.
+For every Trainer, Lightning also reads the entry points of each installed package, some two hundred files.
+They are cached as long as the folder of a package's metadata is the same.
 """
 
 import gc
@@ -29,7 +29,7 @@ class _BeforeTorchmetrics:
 
 
 def _hide_the_unused():
-    """Let what Lightning and torchmetrics ask about installed packages deny the unused ones."""
+    """Let the package checks of Lightning and torchmetrics deny the unused packages."""
     import lightning_utilities.core.imports as answers
 
     is_there, version = answers.package_available, answers._version
@@ -46,7 +46,7 @@ def _hide_the_unused():
 
 
 def _keep_entry_points():
-    """Let what is read of ``entry_points.txt`` files be kept, by folder and the time of its last change."""
+    """Cache the contents of ``entry_points.txt`` files, by folder and modification time."""
     from importlib import metadata
 
     read, kept = metadata.PathDistribution.read_text, {}

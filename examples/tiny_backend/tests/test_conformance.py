@@ -1,6 +1,6 @@
-"""A plugin's own test suite: a class for each strategy that it provides.
+"""The test suite of a plugin: one class for each of its strategies.
 
-The markers choose the checks of this repository's default run. Another plugin's suite needs none.
+The markers select the checks of this repository's default run. Another plugin's suite needs none.
 """
 
 import pytest
@@ -65,10 +65,10 @@ class TestTiny(StrategyConformance):
     adapter=True,
 )
 class TestTinyLightning(StrategyConformance):
-    """The same arithmetic, so tried here is what this one has of its own: steps, collectives, checkpoints.
+    """The checks of this strategy's own code: steps, collectives, checkpoints.
 
-    How modules are treated and stages follow each other is Lightning's, which `ddp` is tried on in nnx-core's
-    tests. `nnx conformance tiny_lightning` tries everything.
+    The arithmetic is that of `tiny`. Modules and stages are Lightning's own code, which nnx-core tests
+    with `ddp`. `nnx conformance tiny_lightning` runs all checks.
     """
 
     strategy = "tiny_lightning"

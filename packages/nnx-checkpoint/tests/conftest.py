@@ -1,4 +1,4 @@
-"""A small checkpoint to damage."""
+"""Fixture: a small checkpoint that tests may damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving in the background: an exact snapshot, in order, and no error or checkpoint is lost."""
+"""Saving in the background: snapshots are exact and in order, and no error or checkpoint is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of dtypes that process groups do not know."""
+"""Broadcasts of tensors with dtypes that process groups do not support."""
 
 import pytest
 import torch

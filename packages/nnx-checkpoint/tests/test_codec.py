@@ -1,4 +1,4 @@
-"""Typed JSON: everything comes back with its type, and nothing is ever executed."""
+"""Typed JSON: every value keeps its type in a round trip, and nothing is executed."""
 
 from __future__ import annotations
 

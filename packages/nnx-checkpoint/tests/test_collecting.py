@@ -1,4 +1,4 @@
-"""Collecting garbage among other people's files removes nothing in use, and nothing ends it early."""
+"""Garbage collection removes no file in use and no file of other programs, and obstacles do not stop it."""
 
 from __future__ import annotations
 

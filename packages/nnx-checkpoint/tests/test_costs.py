@@ -1,4 +1,4 @@
-"""No work grows faster than the input: many boxes, keys of one hash, keys nested without end."""
+"""No cost grows faster than the input: many boxes, keys with one hash, deeply nested keys."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_further_boxes_have_the_keys_that_they_had() -> None:
 
 
 class Call:
-    """What a pickle makes by calling something, which no training program has it make."""
+    """A call in a pickle that no training program writes."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._reduced = function, arguments

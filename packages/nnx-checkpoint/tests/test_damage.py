@@ -1,4 +1,4 @@
-"""Damage on disk: found, named, and never loaded."""
+"""Damage on disk is found, named, and never loaded."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ def test_verify_reports_its_progress(small: Path) -> None:
 
 @pytest.mark.parametrize("length", [3, 8])
 def test_checksums_that_are_not_as_many_as_the_blocks_are_damage(small: Path, length: int) -> None:
-    """Signed anew: whoever forges a checkpoint can do that."""
+    """The file is signed again, as a forger could do."""
     manifest = manifest_module.decode_manifest((small / "manifest.json").read_bytes(), source="x")
     sums = small / manifest.save_id / "r00000.sums"
     raw = sums.read_bytes() + bytes(length)

@@ -1,4 +1,4 @@
-"""The storage under torch's own DCP, and the private names of torch that this takes."""
+"""The storage under torch's own DCP, and the private names of torch that it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves that cannot succeed: one error on every rank, and the previous checkpoint intact."""
+"""A save that cannot succeed raises one error on every rank, and the previous checkpoint stays intact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disks that fail, are full, or are shared, at every single operation: the old checkpoint or the new one."""
+"""After a fault of the disk at any operation, the path has the old checkpoint or the new one."""
 
 from __future__ import annotations
 

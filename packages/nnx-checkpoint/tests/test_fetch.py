@@ -1,4 +1,4 @@
-"""Fetching regions: exact in every shape, in few bytes, with checksums and without."""
+"""Fetched regions are exact in every shape, cost few bytes, and work with and without checksums."""
 
 from __future__ import annotations
 

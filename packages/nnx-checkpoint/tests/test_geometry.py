@@ -1,4 +1,4 @@
-"""Boxes, manifests and indexes, for all inputs that hypothesis can think of."""
+"""Boxes, manifests and indexes on inputs from hypothesis."""
 
 from __future__ import annotations
 

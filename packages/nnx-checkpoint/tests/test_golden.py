@@ -1,6 +1,6 @@
-"""A checkpoint that was written once and for all.
+"""A golden checkpoint in the repository is still readable.
 
-Besides nnx, a second reader opens them: some eighty lines written from docs/checkpoint-format.md alone, with
+Besides nnx, a second reader opens it: some eighty lines written from docs/checkpoint-format.md alone, with
 neither torch nor nnx.
 """
 
@@ -111,7 +111,7 @@ def list_boxes(group: dict[str, Any]) -> list[Any]:
 
 
 def find_entries(file: Path) -> dict[tuple[Any, ...], int]:
-    """Where each entry begins, by the name of the tensor and the offset of the box."""
+    """Return the start of each entry, by the name of its tensor and the offset of its box."""
     raw = file.read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
     header = json.loads(raw[8 : 8 + length])

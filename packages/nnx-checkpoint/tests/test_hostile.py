@@ -1,4 +1,4 @@
-"""Checkpoints whose checksums are right and whose content is not: one clear error, at once."""
+"""Checkpoints with right checksums and malicious content raise one clear error at once."""
 
 from __future__ import annotations
 

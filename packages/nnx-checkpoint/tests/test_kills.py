@@ -1,4 +1,4 @@
-"""Killed savers: the old checkpoint or the new one, whole, every time."""
+"""After a save is killed, the path has the complete old checkpoint or the complete new one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint from elsewhere cannot do: lead outside of its directory, or wait for ever."""
+"""A foreign checkpoint cannot lead outside its directory or block a reader forever."""
 
 from __future__ import annotations
 

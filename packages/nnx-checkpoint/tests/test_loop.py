@@ -1,4 +1,4 @@
-"""`save` and `load` in a loop of one's own, with nothing of Lightning."""
+"""`save` and `load` in a plain training loop, without Lightning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is made known to a driver is made unknown when its last user is gone, and not before."""
+"""Memory that is registered with a driver is unregistered when its last user is gone, and not before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding out what a path holds: what cannot be looked at is nobody's checkpoint, and the search goes on."""
+"""Detection of a path's format: an unreadable path is no checkpoint, and the search continues."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def place() -> Iterator[Path]:
 
 
 def as_nobody(work: Callable[[], Any]) -> str:
-    """What comes of work in a process of a user who may not read root's directories."""
+    """Run a function in a process of an unprivileged user, and return its result or error as text."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -104,7 +104,7 @@ def as_nobody(work: Callable[[], Any]) -> str:
 
 
 def looked_at(place: Path, make: Callable[[Path], Path], use: Callable[[Path], Any]) -> str:
-    """What comes of looking at an odd directory as nobody."""
+    """Look at an odd directory as an unprivileged user, and return the result or error as text."""
     if make is not vanishing:
         path = make(place)
         return as_nobody(lambda: use(path))
@@ -113,7 +113,7 @@ def looked_at(place: Path, make: Callable[[Path], Path], use: Callable[[Path], A
 
 
 def fill(directory: Path) -> None:
-    """Give a directory what every format would look at, of which nothing is a checkpoint."""
+    """Fill a directory with all files that any format would look for; none is a checkpoint."""
     for name in NAMES:
         (directory / name).write_bytes(b"no checkpoint")
 

@@ -1,4 +1,4 @@
-"""Checkpoints behind URLs: on a real S3 server, and in memory where one process is enough."""
+"""Checkpoints at URLs: on a real S3 server, and in memory where one process is enough."""
 
 from __future__ import annotations
 

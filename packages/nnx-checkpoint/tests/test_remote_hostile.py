@@ -1,4 +1,4 @@
-"""An S3 server and its bucket at their worst: a clear error each time, and nothing committed is lost."""
+"""Faults of an S3 server and its bucket raise a clear error, and no committed checkpoint is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ODD_NAMES = ["../outside", "..", "a/../../b", "x\x1b]0;owned\x07", "20200101T000
 
 
 class Liar(MemoryFileSystem):  # type: ignore[misc]
-    """A store that says of sizes what it is told to say."""
+    """A store that reports given wrong sizes."""
 
     protocol = "liar"
     store: ClassVar[dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Any world size to any other, bit for bit."""
+"""A checkpoint saved at any world size loads at any other, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save leaves when it is interrupted, where its parents are new, and where it cannot go."""
+"""Saves that are interrupted, that create parent directories, and that have an impossible destination."""
 
 from __future__ import annotations
 

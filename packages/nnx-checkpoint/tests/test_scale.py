@@ -1,4 +1,4 @@
-"""Plans and indexes by group: the same boxes as a list of them, at a cost of ranks plus tensors."""
+"""Plans and indexes by group have the same boxes as a list of all boxes, at a cost of ranks plus tensors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def tile(shape: Sequence[int], rows: tuple[int, int], columns: tuple[int, int]) 
 
 
 def boxes_on(how: str, shape: Sequence[int], rank: int, size: int) -> list[Box] | None:
-    """What a rank holds of a tensor; None where it does not know it."""
+    """Return the boxes of a tensor on a rank; None if the rank does not know the tensor."""
     if how == "whole" or not shape:
         return [Box.whole(shape)]
     if how == "first":
@@ -129,7 +129,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 @dataclass
 class Saved:
-    """What came of a save that only took place in messages."""
+    """The result of a save that exchanged only messages."""
 
     index: Index
     selected: list[list[Entry]]
@@ -138,7 +138,7 @@ class Saved:
 
 
 def converse(world: World) -> list[list[Description]]:
-    """All descriptions after their trip to the coordinator, where only what is asked for arrives."""
+    """Return all descriptions as the coordinator receives them, with only the requested ones."""
     packed = [pack([describe(shards)]) for shards in world]
     heads = [head for head, _ in packed]
     parts = {key: packed[rank][1][key] for rank, keys in enumerate(requests(heads)) for key in keys}
@@ -651,7 +651,7 @@ def test_a_version_that_was_never_released_is_refused_by_its_number(version: tup
 
 
 def save_and_load(path: str) -> list[str]:
-    """Save shards of every sort, fill them again; what did not come back. Runs on each rank."""
+    """Save shards of every sort, fill them again, and return the ones that differ. Runs on each rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     random = torch.Generator().manual_seed(3)
     shards = {}

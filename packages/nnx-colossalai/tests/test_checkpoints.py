@@ -1,4 +1,4 @@
-"""ColossalAI's sharded checkpoints, as its source has them: ColossalAI itself wrote none of these."""
+"""ColossalAI's sharded checkpoints, made from a reading of its source and not by ColossalAI itself."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The colossalai strategies keep the promises of a strategy, with chunks in all tiers at once.
+"""The colossalai strategies keep the guarantees of a strategy, with chunks in all tiers at once.
 
-They are one backend with different options, so what does not depend on these is tried once, under the mix
-that `MIXED` asks for. The modules of the checks are far smaller than real layers, so `min_num_params` makes
+They are one backend with different options. So checks that do not depend on these run once, under the mix
+of `MIXED`. The modules of the checks are far smaller than real layers, so `min_num_params` makes
 their blocks chunks. Checkpoints are in `tests/test_resume_matrix.py` and `acceptance/test_resume.py`; `nnx
-conformance NAME` tries everything.
+conformance NAME` runs all checks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TestColossalAI(StrategyConformance):
 
 @pytest.mark.full
 class TestColossalAIHabits(StrategyConformance):
-    """What ranks use, and what is attached to parameters; the rest is FSDP2's, which tries it."""
+    """User patterns with ranks and with attributes of parameters; FSDP2's tests run the others."""
 
     strategy = "colossalai"
     options = STREAMED
@@ -106,7 +106,7 @@ class TestColossalAICuda(StrategyConformance):
     checks=("accumulation", "precision_64_true", "ties_survive_training", "parametrized_layers")
 )
 class TestColossalAIAlone(StrategyConformance):
-    """One rank, whose engine is another one."""
+    """One rank, which has the engine for a single rank."""
 
     strategy = "colossalai"
     options = MIXED

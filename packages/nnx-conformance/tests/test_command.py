@@ -1,4 +1,4 @@
-"""`nnx conformance`, as its user sees it."""
+"""`nnx conformance` from a user's point of view."""
 
 from __future__ import annotations
 

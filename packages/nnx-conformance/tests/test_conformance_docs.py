@@ -1,4 +1,4 @@
-"""docs/conformance.md lists the checks that there are; ``NNX_UPDATE_DOCS=1`` rewrites its tables."""
+"""docs/conformance.md lists all checks; ``NNX_UPDATE_DOCS=1`` rewrites its tables."""
 
 from __future__ import annotations
 

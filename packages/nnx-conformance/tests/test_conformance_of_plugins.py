@@ -1,4 +1,4 @@
-"""The checks of whole plugins, on pretend distributions: one in order, and one for each fault."""
+"""The checks of whole plugins, on pretend distributions: a correct one, and one for each fault."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(site: Any) -> Install:
-    """Install the distribution `acme`, with what is given in place of what is in order."""
+    """Install the distribution `acme`, with the given files in place of correct ones."""
 
     def run(
         imports: str = "", help: str = "As in the original.", options: str = "Options", **other: Any

@@ -1,4 +1,4 @@
-"""The report of a conformance run, as data, as text and as a badge."""
+"""The report of a conformance run as data, as text and as a badge."""
 
 from __future__ import annotations
 

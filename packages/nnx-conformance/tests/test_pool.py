@@ -1,4 +1,4 @@
-"""The pool: what a job sees and leaves, how ranks fail, and the templates that workers are forked of."""
+"""The pool: the environment and the traces of a job, failing ranks, and the templates of workers."""
 
 from __future__ import annotations
 

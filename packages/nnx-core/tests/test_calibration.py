@@ -1,4 +1,4 @@
-"""What is known of machines, and measuring it: once, kept on disk, damaged files made again."""
+"""Measurements of machines: made once, stored on disk, and repeated if a file is damaged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A world like that of GPUs, whose default group takes no tensor in host memory: what goes where.
+"""Collectives in a world like that of GPUs, whose default group accepts no tensor in host memory.
 
-What the core and the checkpoint tell the other ranks has to travel over groups of their own. A world made
+Messages of nnx_core and nnx_checkpoint to other ranks must use their own groups. A world made
 with ``cuda:gloo`` refuses host memory on its default group exactly as NCCL does, and needs no GPU.
 """
 
@@ -37,7 +37,7 @@ def reduce_on_the_default_group() -> None:
 
 
 def talk() -> dict[str, Any]:
-    """Use everything with which ranks compare or agree; what came of it."""
+    """Use all functions with which ranks compare or agree, and return the results."""
     rank = dist.get_rank()
     said: dict[str, Any] = {
         "objects": all_gather_object(rank, control_group()),

@@ -1,4 +1,4 @@
-"""The order of collectives that ranks agree on in a step, and the errors where one leaves it."""
+"""The order of collectives that ranks agree on in a step, and the errors of a rank that leaves it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nnx_core.errors import UnsupportedError
 
 
 def count_questions(turns: int) -> list[int]:
-    """How many questions each step takes; every `turns`-th leaves a layer out, on all ranks."""
+    """Return the number of questions of each step; every `turns`-th step skips a layer, on all ranks."""
     order = CollectiveOrder(remedy="")
     asked = []
     for step in range(24):

@@ -1,4 +1,4 @@
-"""Calls of torch.distributed that a run with shared data warns of."""
+"""Calls of torch.distributed that give a warning in a run with shared data."""
 
 from __future__ import annotations
 

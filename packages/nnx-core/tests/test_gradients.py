@@ -1,4 +1,4 @@
-"""Clipping and unscaling: few kernels, however many gradients, and right for every kind of them."""
+"""Clipping and unscaling use few kernels for any number of gradients, and are right for every kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HALF = torch.tensor(0.5)
 
 
 class Operators(TorchDispatchMode):
-    """Counts what would be kernels on a card; a ``_foreach_`` operator is one."""
+    """Counts the operators that would be kernels on a card; a ``_foreach_`` operator is one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Guarded tensors within the transforms of torch.func, which wrap what a tensor has stored."""
+"""Guarded tensors within the transforms of torch.func, which wrap a tensor's storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept from run to run is never needed, and never half a file."""
+"""Cache files between runs are never required, and never half written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trial finds out about optimizers: what one element's update depends on."""
+"""The optimizer probe finds the scope of one element's update: the element, the parameter or more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of optimizers that user code makes by itself."""
+"""Steps of optimizers in user code outside of Trainer's control."""
 
 from __future__ import annotations
 

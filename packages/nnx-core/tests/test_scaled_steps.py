@@ -1,4 +1,4 @@
-"""A scaled step of a fused optimizer whose parameters lie elsewhere than the flag that it would read."""
+"""A scaled step of a fused optimizer whose parameters are on another device than the overflow flag."""
 
 from __future__ import annotations
 

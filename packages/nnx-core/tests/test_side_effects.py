@@ -1,4 +1,4 @@
-"""Whatever code changes of Python's state around a model is put back, and named."""
+"""Changes that code makes to Python's state around a model are undone, and named."""
 
 import itertools
 import os

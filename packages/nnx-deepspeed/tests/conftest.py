@@ -1,4 +1,4 @@
-"""What tests of other programs' files share."""
+"""Fixtures with files of other programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nnx_checkpoint.unpickling.torch_file import FileTensor, load_torch_file
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Callable[[str], Path]:
-    """Copies one of DeepSpeed's checkpoints to where it may be damaged."""
+    """Copies one of DeepSpeed's checkpoints to a folder where it may be damaged."""
 
     def made(name: str) -> Path:
         home = Path(__file__).parent / "fixtures" / "deepspeed"
@@ -27,12 +27,12 @@ def copy(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def edit() -> Callable[[Path, Callable[[Any], None]], None]:
-    """Changes what is in a file of torch.save."""
+    """Changes the content of a torch.save file."""
     return _edit
 
 
 def _edit(path: Path, change: Callable[[Any], None]) -> None:
-    """Change what is in a file of torch.save; DeepSpeed's own objects are left out of it, or are numbers."""
+    """Change the content of a torch.save file; DeepSpeed's own objects are omitted or replaced by numbers."""
 
     def real(value: Any) -> Any:
         if isinstance(value, FileTensor):

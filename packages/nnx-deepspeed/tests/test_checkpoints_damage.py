@@ -1,4 +1,4 @@
-"""DeepSpeed's directories: which save is meant, and what is missing, damaged, malicious or not supported."""
+"""DeepSpeed's directories: selection of a save, and missing, damaged, malicious or unsupported files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config that DeepSpeed gets, and every refusal of options and configs."""
+"""The config that nnx passes to DeepSpeed, and every refusal of options and configs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The DeepSpeed strategies keep the promises of a strategy.
+"""The DeepSpeed strategies keep the guarantees of a strategy.
 
-Modules of the checks are far smaller than real ones, so stage 3 keeps no parameter whole. What the core does
-is not tried again here: each stage is tried with what reaches its own code. `nnx conformance NAME` tries
-everything. Checkpoints are in `test_resume.py`.
+Modules of the checks are far smaller than real ones, so the options make stage 3 shard every parameter. The
+checks of nnx_core's code are not repeated: each stage runs the checks that reach its own code. `nnx
+conformance NAME` runs all checks. Checkpoints are in `test_resume.py`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class TestStage2(StrategyConformance):
 
 
 class TestStage2WithWrappedOptimizers(StrategyConformance):
-    """DeepSpeed steps a copy of the optimizer, and what is wrapped kept the module's parameters."""
+    """DeepSpeed steps a copy of the optimizer, and the wrapped optimizer keeps the module's parameters."""
 
     strategy = "nnx_deepspeed_2"
     only = ("wrapper_optimizer",)

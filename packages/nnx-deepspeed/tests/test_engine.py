@@ -1,4 +1,4 @@
-"""What DeepSpeed cannot do is refused on every rank; masters are exact and follow what is written."""
+"""Unsupported requests are refused on every rank; masters are exact and follow writes to parameters."""
 
 from __future__ import annotations
 

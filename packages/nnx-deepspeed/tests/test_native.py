@@ -1,4 +1,4 @@
-"""Directories that Lightning's own DeepSpeedStrategy saved go on under every stage, as they went on there."""
+"""Directories saved by Lightning's own DeepSpeedStrategy resume under every stage, with the same numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every ZeRO stage resumes what any other strategy saved, and the other way round, bit for bit.
+"""Every ZeRO stage resumes the checkpoints of any other strategy, and vice versa, bit for bit.
 
 The cases marked `full` are the other pairs: every stage and strategy at every world size.
 """

@@ -1,7 +1,7 @@
-"""Every fairscale strategy keeps the promises of a strategy, the FSDP with units smaller than its default.
+"""Every fairscale strategy keeps the guarantees of a strategy, FSDP with units smaller than its default.
 
-What does not depend on the engine is tried elsewhere, and checkpoints in `test_resume.py`; `nnx conformance
-NAME` tries everything.
+Checks that do not depend on the engine run elsewhere, and checkpoints are in `test_resume.py`; `nnx
+conformance NAME` runs all checks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TestFairscaleFsdp(StrategyConformance):
 
 @pytest.mark.full
 class TestFairscaleFsdpHabits(StrategyConformance):
-    """What is attached to parameters, or assigned to them."""
+    """User patterns with attributes of parameters and with assignments to them."""
 
     strategy = "fairscale_fsdp"
     options = OF_ANY_SIZE

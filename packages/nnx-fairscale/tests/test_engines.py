@@ -1,4 +1,4 @@
-"""fairscale's engines in a plain loop train as torch's DDP does, and leave nothing behind."""
+"""fairscale's engines in a plain loop train as torch's DDP does, and clean up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs saved with fairscale itself trains on under nnx's strategies, and damage is named."""
+"""Checkpoints saved by fairscale itself resume under nnx's strategies, and damage is named."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ON_TWO = Run(strategy="fairscale_fsdp", options=UNITS, steps=2)
 
 @dataclass(frozen=True)
 class Saved:
-    """What fairscale's FSDP saved on two ranks, and the weights that it gathered itself."""
+    """The files of fairscale's FSDP on two ranks, and the weights that it gathered itself."""
 
     folder: Path
     weights: dict[str, Tensor]

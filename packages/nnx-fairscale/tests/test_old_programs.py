@@ -1,4 +1,4 @@
-"""Programs that were written for lightning-fairscale train, and each of its arguments does what it did."""
+"""Programs written for lightning-fairscale train, and each of its arguments has its old effect."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "activation_checkpointing": ({"activation_checkpointing": LAYER}, {"calls of a layer": 2}),
 }
-"""What an option changes of units that are the layers."""
+"""The effect of each option on units that are the layers."""
 
 
 @pytest.mark.quick(every=6)

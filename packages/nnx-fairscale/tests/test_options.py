@@ -1,4 +1,4 @@
-"""Options and strategy classes: what contradicts is refused, and old code finds what it imported."""
+"""Options and strategy classes: contradictions are refused, and the imports of old code work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every fairscale strategy resumes what any other strategy saved, and the other way round, bit for bit.
+"""Every fairscale strategy resumes the checkpoints of any other strategy, and vice versa, bit for bit.
 
 The cases marked `full` are the other pairs: every strategy at every world size.
 """

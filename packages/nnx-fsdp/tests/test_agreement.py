@@ -1,4 +1,4 @@
-"""Ranks that use different parameters in one step: one process's numbers, or one error on every rank."""
+"""Ranks with different parameters in one step give the numbers of one process, or one error on all ranks."""
 
 from __future__ import annotations
 

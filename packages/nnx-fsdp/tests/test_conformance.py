@@ -1,7 +1,7 @@
-"""Every FSDP2 strategy keeps the promises of a strategy.
+"""Every FSDP2 strategy keeps the guarantees of a strategy.
 
 Modules of the checks are far smaller than real units, so `min_num_params` makes their blocks units. The
-strategies are one backend with different options: what does not depend on these is tried once, and their
+strategies are one backend with different options: checks that do not depend on these run once. The
 checkpoints are in `tests/test_resume_matrix.py`.
 """
 
@@ -54,7 +54,7 @@ SKIPPED = ("skipped_blocks",)
     ),
 )
 class TestFsdpAuto(StrategyConformance):
-    """Without what needs `by_choice`, which the classes below give."""
+    """The checks that do not need `by_choice`, which the classes below set."""
 
     strategy = "fsdp_auto"
     options = UNITS
@@ -79,7 +79,7 @@ class TestFsdpAutoSkippedBlocks(StrategyConformance):
 
 @pytest.mark.quick(checks=("parameters_used_sometimes", "batch_norm"))
 class TestFsdpManual(StrategyConformance):
-    """Its units are the user's, or the module as a whole: it differs in what becomes of modules."""
+    """The units are the user's, or the module as a whole; the strategy treats modules differently."""
 
     strategy = "fsdp_manual"
     only = ("models", "losses_float64", "accumulation", "clip_by_norm", "several_optimizers")

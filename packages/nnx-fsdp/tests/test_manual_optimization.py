@@ -1,4 +1,4 @@
-"""Manual optimization under FSDP2: whatever order a step calls things in, one process's numbers come out."""
+"""Manual optimization under FSDP2 gives the numbers of one process, for any order of calls in a step."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from nnx_fsdp.meshes import mesh_of
 
 
 def make_meshes() -> list[bool]:
-    """Whether meshes of one kind are one object, and those of others are not."""
+    """Return True if a second mesh is the first one, if a mesh of another kind is, and if the group fits."""
     made = mesh_of("cpu", (1, 2), names=("replicate", "shard"))
     again = mesh_of("cpu", (1, 2), names=("replicate", "shard"))
     other = mesh_of("cpu", (2,), names=("shard",))
@@ -33,7 +33,7 @@ def test_without_a_world_torch_makes_one(pool: WorkerPool) -> None:
 
 
 def leave_worlds(folder: str) -> list[bool]:
-    """Which of three worlds, one after the other, are still held when the last one has made its mesh."""
+    """Return True for each of three successive worlds that is still referenced after the last mesh."""
     worlds = []
     for number in range(3):
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -45,7 +45,7 @@ def sharding_of_world() -> Sharding:
 
 
 def train_sharded() -> tuple[bool, list[Tensor], list[Tensor]]:
-    """Whether the root is held at the end, the weights as user code reads them, and the unsharded ones."""
+    """Return True if the root stays gathered, the weights as user code reads them, and the unsharded ones."""
     net, data = made()
     sharding = sharding_of_world()
     replaced = sharding.shard(net, [ShardedUnit("inner", net.inner, reshard=False)])

@@ -1,4 +1,4 @@
-"""FSDP's own strategies resume one another's checkpoints exactly, in a ring, both ways."""
+"""FSDP's own strategies resume one another's checkpoints exactly, in a ring, in both directions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RING = list(zip(SIBLINGS, [*list(SIBLINGS)[1:], next(iter(SIBLINGS))], strict=Tr
 
 @pytest.fixture(scope="module")
 def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Saves:
-    """What each strategy saves with AdamW in two groups on two ranks, once."""
+    """The checkpoints of each strategy, with AdamW in two groups on two ranks, saved once."""
     folder: Path = tmp_path_factory.mktemp("siblings")
 
     @cache

@@ -1,4 +1,4 @@
-"""Every FSDP strategy and option trains like one process, and lays the model out as it says."""
+"""Every FSDP strategy and option trains like one process, and shards the model as documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights as user code sees and touches them under FSDP2: one process's numbers come out."""
+"""User code that reads and writes weights under FSDP2 gets the numbers of one process."""
 
 from __future__ import annotations
 

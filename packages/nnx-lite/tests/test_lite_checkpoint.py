@@ -27,7 +27,7 @@ READERS = {
     "nnscaler_tp": (2, ("fsdp_auto", "ddp")),
     "colossalai": (2, ("nnscaler_tp", "fsdp_auto")),
 }
-"""By strategy: how many processes, and whose checkpoints they read."""
+"""For each strategy: the number of processes, and the strategies whose checkpoints they read."""
 FORMS = ("objects", "dicts", "raw")
 
 
@@ -88,7 +88,7 @@ class Write(Loop):
         return {"saved": saved, "loss": loss, "after": self.weights(folder / "after"), "refused": refused}
 
     def go_back_in_memory(self) -> None:
-        """What was copied aside and put back is where the run goes on from."""
+        """Restore a copy of the state in memory, and check that the run resumes from it."""
         model = copy.deepcopy(self.model.state_dict())
         optimizer = copy.deepcopy(self.optimizer.state_dict())
         losses = []
@@ -101,7 +101,7 @@ class Write(Loop):
         assert losses[0] == losses[1] and losses[0][0] != losses[0][1]
 
     def refused(self, path: Path) -> list[str]:
-        """What the save of content that would lose something says."""
+        """Return the errors of saves whose content would lose data."""
         copied = {name: value.clone() for name, value in self.model.state_dict().items()}
         wrong = [copied, {"model": self.model, "state_dict": 1}, {"parts": [self.optimizer.state_dict()]}]
         said = []

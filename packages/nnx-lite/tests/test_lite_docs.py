@@ -1,4 +1,4 @@
-"""``docs/lite.md`` lists every flag value and method, and each row says what the code does."""
+"""``docs/lite.md`` lists every flag value and method, and each row matches the code."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def given(cell: str) -> dict[str, Any]:
 
 
 def verdict(flags: dict[str, Any]) -> str:
-    """What the code does with the first flag of a row."""
+    """Return the code's reaction to the first flag of a row."""
     try:
         arguments = fabric_arguments(**flags)
         name = arguments["strategy"]

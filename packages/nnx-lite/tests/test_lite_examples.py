@@ -1,4 +1,4 @@
-"""The example in four stages gives equal losses, and the migration page is true, block by block."""
+"""The example in four stages gives equal losses, and each block of the migration page works."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ ABSENT = "'gpu'", "'tpu'", "gpus=", "tpu_cores="
 
 
 def on_cpu(source: str) -> str:
-    """The same with two CPU processes in place of what a machine for tests has not."""
+    """Return the source with two CPU processes in place of devices that a test machine lacks."""
     for pattern, replacement in (
         (r"""accelerator=["'][gt]pu["']""", "accelerator='cpu'"),
         (r"num_nodes=32", "num_nodes=1"),

@@ -1,4 +1,4 @@
-"""Every flag of the old constructor: its values keep their meaning, or say what to do instead."""
+"""Every flag of the old constructor keeps its meaning, or raises an error with the replacement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every method and property of the old class: what it returns and does."""
+"""Every method and property of the old class: its results and effects."""
 
 from __future__ import annotations
 

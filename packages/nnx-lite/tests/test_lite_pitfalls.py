@@ -1,4 +1,4 @@
-"""The pitfalls of distributed loops: what goes wrong, without a hang, and that Lite's way is right."""
+"""The pitfalls of distributed loops show without a hang, and the solution with Lite is right."""
 
 from __future__ import annotations
 

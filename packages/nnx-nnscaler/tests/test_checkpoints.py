@@ -1,4 +1,4 @@
-"""nnScaler's files, as its source has them (`fixtures/like_nnscaler.py`): nnScaler itself wrote none."""
+"""nnScaler's files, made after its source (`fixtures/like_nnscaler.py`), not by nnScaler itself."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The nnscaler strategies keep the promises of a strategy.
+"""The nnscaler strategies keep the guarantees of a strategy.
 
-They are one backend with different options, so what does not depend on these is tried once, under
-`nnscaler_tp`, which splits whatever can be split. Their checkpoints are in `tests/test_resume_matrix.py`;
-`nnx conformance NAME` tries everything.
+They are one backend with different options. So checks that do not depend on these run once, under
+`nnscaler_tp`, which splits everything that can be split. Their checkpoints are in
+`tests/test_resume_matrix.py`; `nnx conformance NAME` runs all checks.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class TestNnScalerZero(StrategyConformance):
 
 @pytest.mark.quick(checks=("accumulation", "clip_after_unscaling"))
 class TestNnScalerDp(StrategyConformance):
-    """Plain replicas: what adds their gradients up. `acceptance` holds them to ddp's bits."""
+    """Plain replicas: the sum of their gradients. `acceptance` compares them with ddp, bit for bit."""
 
     strategy = "nnscaler_dp"
     only = (

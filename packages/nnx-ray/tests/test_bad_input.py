@@ -1,4 +1,4 @@
-"""What cannot start ends with one error and its remedy, and soon; so do the commands of docs/machines.md."""
+"""A run that cannot start soon raises one error with its remedy; so do the commands of docs/machines.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies by their names in Ray Train, as docs/machines.md shows it."""
+"""Strategies by name in Ray Train, as docs/machines.md shows."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ STRATEGIES = (
 
 
 def run(strategy: str, folder: Path, *, says: tuple[int, int] = (1, 2)) -> Any:
-    """Train on two workers, which Ray Train takes for one node's: all raylets have one address.
+    """Train on two workers, which Ray Train counts as one node's: all raylets have one address.
 
     Args:
         strategy: The strategy.
-        folder: Where everything is written.
+        folder: The directory for all files.
         says: The Trainer's `num_nodes` and `devices`.
     """
     from ray.train import RunConfig, ScalingConfig

@@ -1,4 +1,4 @@
-"""Runs of a Trainer on a cluster of three raylets: ranks, numbers, what comes back, and what gets lost."""
+"""Runs of a Trainer on a cluster of three raylets: ranks, numbers, returned results, and lost actors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trainer_of(
     devices: int = 1,
     **settings: Any,
 ) -> Any:
-    """A Trainer whose processes are Ray's actors, and that saves each step."""
+    """Return a Trainer whose processes are Ray's actors, and that saves each step."""
     account = settings.pop("account", {})
     options = {"launcher": "ray", "placement": "strict_spread", **settings.pop("options", {})}
     saving = ModelCheckpoint(
@@ -70,7 +70,7 @@ def losses_alone(steps: int) -> list[float]:
 
 
 def losses_by_step(folder: Path) -> list[float]:
-    """What was trained in the end: of a step that was repeated the last."""
+    """Return the loss of each step; for a repeated step, the last one."""
     found = {line["step"]: line["loss"] for line in steps_of(folder)}
     return [found[step] for step in sorted(found)]
 

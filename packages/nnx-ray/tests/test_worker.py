@@ -1,4 +1,4 @@
-"""How a worker reports an error of its work, without a cluster."""
+"""A worker's report of an error in its work, without a cluster."""
 
 from __future__ import annotations
 

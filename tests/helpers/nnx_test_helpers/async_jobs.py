@@ -66,7 +66,7 @@ def save_and_change(path: str) -> bool:
 
 
 def attempt(path: str, fault: str) -> list[tuple[str, str] | None]:
-    """Save in the background with a fault planted on rank 1, then wait; what both raised on this rank."""
+    """Save in the background with a planted fault on rank 1, then wait; return both errors on this rank."""
     rank, size = checkpoint_jobs.rank_and_size()
     state: dict[str, Any] = {"tensors": checkpoint_jobs.shards(rank, size), "objects": {}}
     state["state_dict_type"] = "sharded"
@@ -91,7 +91,7 @@ def _error(action: Callable[[], object]) -> tuple[str, str] | None:
 
 
 def poll_until_noticed(path: str, slow_rank: int, fail: bool) -> tuple[int, str]:
-    """Poll as a training loop does while one rank is slow; at which poll this rank noticed, and what."""
+    """Poll as a training loop does while one rank is slow; return the number of polls, and the result."""
     rank, _ = checkpoint_jobs.rank_and_size()
     tensors = {"w": shard_of(torch.zeros(10, dtype=torch.complex32 if fail and rank else torch.complex64))}
     with delayed(lambda: time.sleep(0.3 if rank == slow_rank else 0.0)):
@@ -124,7 +124,7 @@ def alone_then_together(folder: str) -> list[tuple[str, str] | None]:
 
 
 def train_meanwhile(path: str, saves: int) -> tuple[int, list[str]]:
-    """Collectives of the main thread while saves are in flight; how many, and what did not come back."""
+    """Run collectives in the main thread while saves are in flight; return their number and lost values."""
     rank, size = checkpoint_jobs.rank_and_size()
     steps = 0
     for version in range(1, saves + 1):
@@ -149,7 +149,7 @@ def train_meanwhile(path: str, saves: int) -> tuple[int, list[str]]:
 
 
 def leave_during_save(path: str) -> str:
-    """Rank 1 dies while a save is in flight; what rank 0 gets."""
+    """Let rank 1 die while a save is in flight; return the error of rank 0."""
     import os
 
     rank, size = checkpoint_jobs.rank_and_size()

@@ -1,7 +1,7 @@
 """Jobs that save and load checkpoints on several ranks.
 
-The state is made of known tensors, cut among the ranks in every way that a strategy may cut one. Another
-world size cuts the same tensors elsewhere, so that loading has to reshard.
+The state consists of known tensors, sharded over the ranks in every way that a strategy may use. Another
+world size shards the same tensors differently, so that loading has to reshard.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def save_dtensors(path: str) -> None:
 
 
 def attempt(path: str, fault: str) -> tuple[str, str] | None:
-    """Save with a fault planted on rank 1 (or on both); the class and text of what this rank got."""
+    """Save with a planted fault on rank 1 (or on both); return the class and text of this rank's error."""
     rank, size = rank_and_size()
     state: dict[str, Any] = {"tensors": shards(rank, size), "objects": {}, "state_dict_type": "sharded"}
     with contextlib.ExitStack() as planted:
@@ -268,7 +268,7 @@ def load_what_vanishes(path: str) -> str:
 
 
 def save_without_permission(path: str) -> str:
-    """Save as a user who may not write there, which root always may."""
+    """Save as a user without write permission, which root always has."""
     rank, size = rank_and_size()
     own = os.geteuid()
     if own == 0:
@@ -363,7 +363,7 @@ def dcp_write_failure(path: str) -> str:
 
 
 def golden_tensors() -> dict[str, tuple[Tensor, Cut]]:
-    """What the golden checkpoint holds; must never change."""
+    """Return the content of the golden checkpoint; must never change."""
     return {
         "model.rows": (torch.arange(35.0).view(7, 5), "rows"),
         "model.columns": (torch.arange(12, dtype=torch.int16).view(3, 4), "columns"),

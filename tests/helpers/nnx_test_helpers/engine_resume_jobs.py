@@ -1,4 +1,4 @@
-"""What checkpoints of DeepSpeed runs hold: saved in one run, resumed by another, and saved again at once."""
+"""Jobs that save DeepSpeed checkpoints in one run, resume them in another, and save again at once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_and_save(run: Run, step: int, path: str) -> Losses:
 
 
 def linear_after(run: Run) -> tuple[bool, list[float]]:
-    """Whether torch's own linear is torch's own again once a run has ended, and the run's losses."""
+    """Return True if torch's own linear is restored after a run, and the run's losses."""
     before = torch.nn.functional.linear
     module = MODELS[run.model](run)
     make_trainer(run).fit(module)

@@ -145,7 +145,7 @@ class Critic(nn.Module):
 
 
 def adversarial(devices: int, path: str, resume: bool, steps: int = 2) -> dict[str, Any]:
-    """Two models with an optimizer each, trained in turns; saved, or resumed from what was saved."""
+    """Train two models with an optimizer each, in turn; save, or resume from a checkpoint."""
     fabric = fabric_for(devices)
     torch.manual_seed(5)
     parts: dict[str, Any] = {"generator": Generator(), "critic": Critic()}
@@ -281,7 +281,7 @@ def save(devices: int, path: str, steps: int = 3, gamma: float = 0.5) -> Seen:
 
 
 def load(devices: int, path: str, steps: int = 3) -> tuple[Seen, dict[str, Any]]:
-    """Resume, and report the user objects and what was left over."""
+    """Resume, and report the user objects and the remaining entries."""
     fabric = fabric_for(devices)
     module, raw = model_and_optimizer()
     model, optimizer = fabric.setup(module, raw)
@@ -362,7 +362,7 @@ class Witness(FSDPBackend):
 
 
 def modules_of_backward(devices: int) -> list[list[int]]:
-    """Which of two modules the engine was told of: with one set up, with both, and with one named."""
+    """Return the modules in each backward of the engine: with one set up, with both, and with one named."""
     nnx.StrategyRegistry.register("witness", Witness, override=True)
     fabric = Fabric(strategy="witness", accelerator="cpu", devices=devices)
     fabric.launch()

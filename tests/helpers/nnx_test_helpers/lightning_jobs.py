@@ -1,4 +1,4 @@
-"""Jobs that hold the Trainer adapter to what it promises."""
+"""Jobs that test the guarantees of the Trainer adapter."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _predicted(run: Run, module: Net) -> float:
 
 
 def _what_is_left(module: Net, before: dict[str, nn.Parameter]) -> dict[str, bool]:
-    """Whether nothing of the strategy stayed in the module."""
+    """Return True for each aspect of the module that the strategy has restored."""
     copied = copy.deepcopy(module)
     fresh = Net(module.run)
     return {
@@ -114,7 +114,7 @@ def save_when_fit_is_over(run: Run, path: str) -> list[float]:
 
 
 class Noisy(LightningModule):
-    """Dropout and batch norm: what they compute tells whether evaluation really is evaluation."""
+    """Dropout and batch norm, whose outputs differ between training and evaluation."""
 
     def __init__(self, sync_dist: bool = True) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class CallCollectives(Callback):
 
 
 def collectives(strategy: Any, reduce: Any) -> dict[str, Any]:
-    """What the collectives return on this rank, of values that depend on the rank."""
+    """Return the results of the collectives on this rank, for values that depend on the rank."""
     me = dist.get_rank()
     pair = dist.new_group([0, 1])
     original = torch.tensor([1.0 + me, 10.0])

@@ -1,4 +1,4 @@
-"""The plugin of pytest: fixtures that every package's tests have, and the place of their jobs."""
+"""The pytest plugin: fixtures of every package's tests, and the import path of their jobs."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def pool() -> WorkerPool:
 
 @pytest.fixture(autouse=True)
 def out_of_the_world() -> Iterator[None]:
-    """Begin and end a test without a launcher's variables, and leave the process group that it made.
+    """Begin and end a test without a launcher's environment variables, and destroy its process group.
 
-    Scripts that tests start would inherit the port, find it taken, and wait. What a fixture of a module or
-    of the session has trained in this process is cleared away, too: hence also before the test.
+    Otherwise scripts that a test starts would inherit the port, find it taken, and wait. The process group of
+    a fixture of the module or session is destroyed as well, hence also before the test.
     """
     import torch.distributed as dist
 

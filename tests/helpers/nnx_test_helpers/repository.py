@@ -1,4 +1,4 @@
-"""Where pages, examples and benchmarks of the monorepo are, for the package's tests that read them."""
+"""Paths of the monorepo's pages, examples and benchmarks, for the package tests that read them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["from_repository"]
 
 
 def from_repository(test: str, path: str) -> Path:
-    """A file or folder of the monorepo; where a package's folder is alone, what asks for it is skipped.
+    """Return a file or folder of the monorepo; skip the test if only the package's folder is present.
 
     Args:
-        test: The ``__file__`` of the test or module that asks.
+        test: The ``__file__`` of the calling test or module.
         path: The path from the monorepo's root.
     """
     for folder in Path(test).resolve().parents:

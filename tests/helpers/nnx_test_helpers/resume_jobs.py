@@ -16,7 +16,7 @@ from nnx_test_helpers.training import MODELS, Run, digest_of, make_trainer
 
 @dataclass
 class Seen:
-    """What a run saw: exact training state at the moment of saving or resuming, and the losses after."""
+    """The training state of a run at the time of saving or resuming, and the later losses."""
 
     weights: str
     optimizer: str

@@ -1,8 +1,8 @@
-"""Who resumes whose checkpoint, and what it has to find in it: for the tests of engines that meet each other.
+"""Pairs of strategies that resume each other's checkpoints, and the comparison of their states.
 
-A run that resumes saves again before its first step; what it saves is, bit for bit, what it resumed. Owns
-the options of the strategies that meet, the runs, the rotation of world sizes and the comparison. Which
-strategies meet is said by each package's own test.
+A run that resumes saves again before its first step; this checkpoint is bitwise equal to the first. Owns
+the options of these strategies, the runs, the rotation of world sizes and the comparison. Each package's own
+test selects its strategies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 Cell = tuple[str, int]
 """A strategy and its world size."""
 Pair = tuple[Cell, Cell]
-"""Who saved, and who resumes."""
+"""The cell that saves, and the cell that resumes."""
 
 
 def cells(names: Sequence[str], sizes: Sequence[int]) -> list[Cell]:
@@ -111,7 +111,7 @@ def check_that_all_meet(
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint, what it holds, and the losses of its run."""
+    """A checkpoint, its content, and the losses of its run."""
 
     path: str
     tensors: dict[str, torch.Tensor]
@@ -127,7 +127,7 @@ class Resuming:
         self._saved = lru_cache(maxsize=None)(self._save)
 
     def check(self, source: Cell, target: Cell) -> None:
-        """Resume what the source saved: the same weights, moments and steps, and then the same losses."""
+        """Resume the source's checkpoint, and compare weights, moments and steps, and then the losses."""
         saved = self._saved(source)
         found = self._run(target, f"resumed-{next(self._resumed)}", resume=saved.path)
         assert found.tensors.keys() == saved.tensors.keys()

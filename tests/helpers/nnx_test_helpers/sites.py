@@ -1,4 +1,4 @@
-"""Fixtures for tests about names and plugins: pretend distributions, and fresh Python processes."""
+"""Fixtures for tests of names and plugins: pretend distributions, and fresh Python processes."""
 
 import importlib
 import os
@@ -17,9 +17,9 @@ class Site:
         self.modules = []
 
     def add(self, distribution, source=None, *, version="1.0", entry=None, modules=None):
-        """Install a plugin whose entry point module has this source text.
+        """Install a plugin with an entry point module of this source text.
 
-        The entry point is called as the distribution without its dashes, unless `entry` is given.
+        The entry point has the distribution's name without its dashes, unless `entry` is given.
         """
         module = distribution.replace("-", "_") + "_plugin"
         info = self.path / f"{distribution.replace('-', '_')}-{version}.dist-info"
@@ -38,7 +38,7 @@ class Site:
         (self.path / f"{name}.py").write_text(textwrap.dedent(source))
 
     def hide(self, *distributions):
-        """Let installed plugins look as if they were not: what is found first of them has no entry point."""
+        """Hide installed plugins: the first distribution that is found for each has no entry point."""
         for distribution in distributions:
             info = self.path / f"{distribution.replace('-', '_')}-0.dist-info"
             info.mkdir()
@@ -62,7 +62,7 @@ class Site:
 
 @pytest.fixture
 def clean_names():
-    """Forget, before and after, what was discovered and registered in this process."""
+    """Clear this process's discovered and registered names, before and after the test."""
     from nnx_core.names import discovery
     from nnx_core.names.registry import StrategyRegistry
 

@@ -1,6 +1,6 @@
 """Models, data and training runs that worker processes share.
 
-A run is described by plain data, trained by `train`, and reports its per-step global losses, so that a
+A run is described by plain data, trained by `train`, and reports its global losses of each step, so that a
 test can compare one process with several.
 """
 
@@ -31,10 +31,10 @@ class Strided(Sampler[int]):
     """Gives each rank its consecutive slice of every global batch, in order, unshuffled.
 
     Args:
-        length: Samples in the dataset.
-        skip: Global batches that the run being resumed has seen already.
-        num_replicas: Ranks that share the data.
-        rank: Which of them this is.
+        length: The number of samples in the dataset.
+        skip: The number of global batches that the resumed run has already seen.
+        num_replicas: The number of ranks that share the data.
+        rank: The index of this rank among them.
     """
 
     def __init__(self, length: int, *, skip: int, num_replicas: int, rank: int) -> None:
@@ -66,7 +66,7 @@ class Net(LightningModule):
     """A small regression model with blocks, a tied pair, a frozen layer and a buffer.
 
     Args:
-        setup: How it is optimized; see `Run`.
+        setup: The settings of its optimizers; see `Run`.
     """
 
     def __init__(self, run: Run) -> None:
@@ -230,7 +230,7 @@ class Run:
 
 @dataclass
 class Outcome:
-    """What a run reports."""
+    """The report of a run."""
 
     losses: list[float]
     weights: dict[str, torch.Tensor]
@@ -340,5 +340,5 @@ def digest_of(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def exists(path: str) -> bool:
-    """Whether a path exists, as seen from a worker."""
+    """Return True if a path exists for a worker."""
     return Path(path).exists()

@@ -1,4 +1,4 @@
-"""Jobs of user code that looks at weights and gradients, writes into them, and hangs things on them."""
+"""Jobs of user code that reads and writes weights and gradients, and attaches attributes to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nnx_core.errors import UnsupportedError
 
 
 class Habits(Plain):
-    """With plain SGD, so that the scale of every gradient shows."""
+    """A model with plain SGD, so that the scale of every gradient shows."""
 
     def configure_optimizers(self) -> Any:
         return optim.SGD(self.parameters(), lr=0.1)

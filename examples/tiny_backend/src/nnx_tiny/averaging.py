@@ -29,7 +29,7 @@ def average_gradients(module: nn.Module, *, bucket_megabytes: float) -> None:
 
 
 def _gradients(module: nn.Module) -> Iterator[Tensor]:
-    """The gradients that at least one rank has: zeros where this one has none, so that all ranks agree."""
+    """Yield the gradients that some rank has, with zeros if this rank has none."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     used = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=trained[0].device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX)
@@ -43,7 +43,7 @@ def _gradients(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _buckets(gradients: Iterable[Tensor], *, limit: float) -> Iterator[list[Tensor]]:
-    """Neighbours of one dtype, up to a size in bytes."""
+    """Split gradients into buckets of one dtype, up to a size in bytes."""
     bucket: list[Tensor] = []
     for gradient in gradients:
         size = sum(g.nbytes for g in bucket) + gradient.nbytes

@@ -16,7 +16,7 @@ __all__ = ["TinyBackend"]
 
 
 class TinyBackend(Backend[TinyOptions]):
-    """Every rank holds the whole model; after each backward the gradients are averaged over the ranks."""
+    """Data parallelism: the model is replicated; after each backward the gradients are averaged."""
 
     Options = TinyOptions
     reduces_in_backward = True
@@ -30,12 +30,12 @@ class TinyBackend(Backend[TinyOptions]):
         return {}
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Nothing was changed, so there is nothing to give back."""
+        """Do nothing, because `parallelize` changed no module."""
         return {}
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
-        """Within it gradients only add up; the backward after it averages the sum."""
+        """Accumulate gradients locally; the next backward averages the sum."""
         self._averaging = False
         try:
             yield

@@ -1,4 +1,4 @@
-"""What nnx-tiny provides, as data: imports neither torch nor the engine."""
+"""The specs of nnx-tiny's strategies, as data: imports neither torch nor the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REFUSES = ("loss_backward_called_directly", "gradient_surgery", "pipeline_split
 
 @hookimpl
 def nnx_strategies() -> list[StrategySpec]:
-    """One idea twice: as a backend, and as a strategy of Lightning's."""
+    """Return the specs of one engine in two forms: a backend, and a Lightning strategy."""
     return [
         StrategySpec(
             "tiny",

@@ -1,4 +1,4 @@
-"""The same arithmetic as a strategy of Lightning's: what nnx-core does for a backend is done here by hand.
+"""The same arithmetic as a Lightning strategy, with handwritten code for everything that nnx-core adds.
 
 In return nothing is between the class and Trainer. Fabric would need a second class.
 """
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class TinyStrategy(ParallelStrategy):
-    """Every rank holds the whole model; after each backward the gradients are averaged over the ranks."""
+    """Data parallelism: the model is replicated; after each backward the gradients are averaged."""
 
     is_distributed = True  # without it Trainer injects no sampler and ignores `sync_dist`
 
@@ -38,21 +38,21 @@ class TinyStrategy(ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this process."""
+        """Return the device of this process."""
         return self.parallel_devices[self.local_rank] if self.parallel_devices else torch.device("cpu")
 
     @property
     def num_processes(self) -> int:
-        """Processes on this node."""
+        """Return the number of processes on this node."""
         return len(self.parallel_devices or ())
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The share of the data that this process reads; Lightning's own forgets the nodes."""
+        """Return the share of the data for this process; Lightning's default ignores the nodes."""
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
-        """Tell this process's global rank to whoever asks for it."""
+        """Set the global rank that Lightning's logs and `rank_zero_only` read."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -77,13 +77,13 @@ class TinyStrategy(ParallelStrategy):
             )
 
     def setup(self, trainer: Trainer) -> None:
-        """Exchange the layers that `sync_batchnorm` synchronizes."""
+        """Replace the layers that `sync_batchnorm` synchronizes."""
         if self._layer_sync is not None and self.model is not None:
             self.model = self._layer_sync.apply(self.model)
         super().setup(trainer)
 
     def teardown(self) -> None:
-        """Give the user's kind of layers back."""
+        """Restore the user's layers."""
         if self._layer_sync is not None and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
         super().teardown()
@@ -107,7 +107,7 @@ class TinyStrategy(ParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within it gradients only add up; the backward after it averages the sum."""
+        """Accumulate gradients locally; the next backward averages the sum."""
         self._averaging = False
         try:
             yield
@@ -120,14 +120,14 @@ class TinyStrategy(ParallelStrategy):
             dist.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object of rank `src`, on every rank."""
+        """Return the object of rank `src` on every rank."""
         box = [obj]
         if dist.is_initialized():
             dist.broadcast_object_list(box, src)
         return box[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A tensor's sum, mean, minimum, ... over the ranks, on every rank; other values pass through."""
+        """Reduce a tensor over the ranks; return other values unchanged."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         name = str(reduce_op or "sum").rpartition(".")[2].lower()

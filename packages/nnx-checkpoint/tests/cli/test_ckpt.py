@@ -1,4 +1,4 @@
-"""``nnx ckpt inspect``, ``verify`` and what all verbs share."""
+"""Tests of ``nnx ckpt inspect`` and ``verify``, and of the behaviour that all verbs share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``nnx ckpt convert`` and ``nnx ckpt merge``, and how other formats are inspected, verified and listed."""
+"""Tests of ``nnx ckpt convert`` and ``merge``, and of ``inspect``, ``verify`` and ``ls`` on other formats."""
 
 from __future__ import annotations
 

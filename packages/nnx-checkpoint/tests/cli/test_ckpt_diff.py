@@ -1,4 +1,4 @@
-"""``nnx ckpt diff`` and the comparison behind it."""
+"""Tests of ``nnx ckpt diff`` and of the comparison behind it."""
 
 from __future__ import annotations
 

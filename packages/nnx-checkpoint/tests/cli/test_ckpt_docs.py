@@ -1,4 +1,4 @@
-"""What docs/checkpoints.md shows of ``nnx ckpt`` is what it prints."""
+"""The output of ``nnx ckpt`` in docs/checkpoints.md is the real output."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_every_screen_is_what_the_command_prints(folder: Path, monkeypatch: pyte
 
 
 def normal(text: str) -> list[str]:
-    """Lines without what differs from run to run."""
+    """Return the lines without the parts that vary between runs."""
     for pattern, placeholder in (
         (r"\d{8}T\d{6}\.\d{6}-[0-9a-f]{8}", "<save>"),
         (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(\.\d+\+00:00)?", "<time>"),
@@ -102,7 +102,7 @@ def normal(text: str) -> list[str]:
 
 
 def matches(shown: list[str], printed: list[Any]) -> bool:
-    """Whether what is shown is what was printed, where a line of dots stands for any lines."""
+    """Return True if the output matches the page; a line of dots on the page matches any lines."""
     if not shown:
         return not printed
     if shown[0] == "...":

@@ -1,4 +1,4 @@
-"""``nnx ckpt ls`` and ``nnx ckpt gc``."""
+"""Tests of ``nnx ckpt ls`` and ``nnx ckpt gc``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def listed(path: Path | str) -> dict[str, dict[str, Any]]:
 
 
 def interrupt(path: Path, *, complete: bool = False) -> Path:
-    """Leave what a killed save leaves; `complete` is just before it would have been committed."""
+    """Leave the files of a killed save; with `complete`, of one killed just before its commit."""
     source = path if (path / "manifest.json").exists() else None
     directory = path / "20990101T000000.000000-0123abcd"
     directory.mkdir(parents=True)

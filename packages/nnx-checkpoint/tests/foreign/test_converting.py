@@ -1,4 +1,4 @@
-"""Converting and merging between all formats: exact, complete or not at all, and in bounded memory."""
+"""Conversion and merging between all formats are exact, atomic, and bounded in memory."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_converting_takes_at_most_64_megabytes(tmp_path: Path) -> None:
 
 
 def test_every_writer_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No single read is larger than a slab, whatever is converted from and to."""
+    """No single read is larger than a slab, for all pairs of formats."""
     source = tmp_path / "source"
     nnx_checkpoint.save(
         source,

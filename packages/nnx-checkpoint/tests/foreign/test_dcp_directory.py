@@ -1,4 +1,4 @@
-"""Directories of torch.distributed.checkpoint: read without trust, written so that torch reads them."""
+"""Directories of torch.distributed.checkpoint are read without trust; torch reads the ones that nnx saves."""
 
 from __future__ import annotations
 
@@ -583,7 +583,7 @@ def test_opens_thousands_of_items_quickly(tmp_path: Path) -> None:
 
 
 def example(folder: Path) -> storage.Checkpoint:
-    """A checkpoint of ours with one of everything."""
+    """A checkpoint of nnx with one of everything."""
     tensors = {
         **{
             f"model.{str(dtype).removeprefix('torch.')}": torch.randint(0, 2, (3, 5)).to(dtype)
@@ -779,7 +779,7 @@ def test_says_what_helps_when_the_system_refuses_to_write(
 def test_writes_the_same_where_there_is_an_accelerator(
     tmp_path: Path, small_slabs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch then copies tensors ahead, unless it is told not to; ours are valid until the next one."""
+    """By default torch copies tensors ahead; those of nnx are valid until the next one."""
     source = example(tmp_path / "source")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     DcpDirectory().write(source, tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Directories of other programs that lead elsewhere: refused by name, but for Hugging Face's own cache."""
+"""Directories of other programs with links to the outside are refused, except for Hugging Face's cache."""
 
 from __future__ import annotations
 

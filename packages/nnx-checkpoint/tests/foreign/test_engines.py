@@ -1,4 +1,4 @@
-"""Checkpoints of engines, where the package that reads them is not installed: the error names it."""
+"""An engine's checkpoint without the package that reads it is refused; the error names the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's single file and what stock Lightning makes of it, written."""
+"""nnx writes Lightning's single-file checkpoints, which stock Lightning resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharded directories of Lightning's own strategies: resumed from, and written so that they resume."""
+"""nnx resumes sharded directories of Lightning's strategies, and writes ones that Lightning resumes."""
 
 from __future__ import annotations
 

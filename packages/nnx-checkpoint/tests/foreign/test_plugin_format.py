@@ -1,4 +1,4 @@
-"""A plugin's own checkpoint format: found through the hook, resumed from, converted from and to."""
+"""A plugin's checkpoint format is found through the hook, resumed, and converted in both directions."""
 
 from __future__ import annotations
 

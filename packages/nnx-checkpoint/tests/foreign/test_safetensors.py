@@ -1,4 +1,4 @@
-"""safetensors: single files and Hugging Face directories, read and written."""
+"""safetensors: single files and Hugging Face directories are read and written."""
 
 from __future__ import annotations
 

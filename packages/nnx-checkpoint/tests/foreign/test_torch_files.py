@@ -1,4 +1,4 @@
-"""Files of torch.save as Lightning and users have them, read without loading and without trusting them."""
+"""Files of torch.save from Lightning and from users are read without unpickling and without trust."""
 
 from __future__ import annotations
 

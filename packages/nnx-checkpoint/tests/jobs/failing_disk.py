@@ -1,7 +1,7 @@
-"""A file system that somebody meddles with at one operation, and what must hold afterwards.
+"""A file system with a planned event at one operation, and the guarantees that must hold afterwards.
 
-Everything that a save does to a file system goes through functions of `os` and `fcntl`. They are patched so
-that something happens right before a call: an error of the disk, another save, a signal.
+Every operation of a save on a file system goes through functions of `os` and `fcntl`. They are patched so
+that an event happens right before a call: a disk error, another save, a signal.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _STANDING = (
 
 @contextlib.contextmanager
 def meddled(act: Callable[[str, int], None] = lambda name, number: None) -> Iterator[Counter[str]]:
-    """Call something before each operation within the block, with its name and how many of it there were.
+    """Call a function before each operation within the block, with the operation's name and its count so far.
 
-    What it raises the operation raises. ``close`` lets the file go all the same, as the system does.
+    The operation raises the function's errors. ``close`` closes the file all the same, as the system does.
     """
     real = {name: getattr(module, name) for name, module in _MODULES.items()}
     calls: Counter[str] = Counter()
@@ -94,17 +94,17 @@ def version_at(path: Path) -> int:
 
 
 def fail_once(path: Path, version: int, fault: tuple[str, int, int, bool], saving: Callable[[], None]) -> int:
-    """Save over a version while the disk fails; what is there then, after all that must hold was looked at.
+    """Save over a version while the disk fails, check the guarantees, and return the version on disk.
 
     Args:
-        path: Where that version is.
-        version: It.
-        fault: Which function fails, the first call of it that does, the error's number, and whether all
-            later calls fail as well.
+        path: The path of the existing version.
+        version: The existing version.
+        fault: The function that fails, the number of its first failing call, the error number, and True if
+                    all later calls fail as well.
         saving: Saves the next version.
 
     Returns:
-        The version that is there; 0 if the save never came to that call.
+        The version on disk; 0 if the save did not reach that call.
     """
     name, first, code, lasts = fault
     failed = 0
@@ -140,16 +140,16 @@ def fail_once(path: Path, version: int, fault: tuple[str, int, int, bool], savin
 def fail_everywhere(
     path: Path, *, in_background: bool, full: bool, every: int = 1
 ) -> tuple[int, dict[str, int], set[str]]:
-    """Every operation of a save fails in turn: once, and from then on.
+    """Let every operation of a save fail in turn: once, and permanently.
 
     Args:
-        path: Where to save.
+        path: The path to save to.
         in_background: Use `save_async`.
-        full: Try each fault with each error; else the errors take turns.
-        every: Try only every so manieth.
+        full: Try each fault with each error; otherwise the errors alternate.
+        every: Try only each n-th fault.
 
     Returns:
-        How many faults there were, how often each function is called by a save, and what is left beside the
+        The number of faults, the number of calls of each function in a save, and the files left beside the
         checkpoint in the end.
     """
     version = 2
@@ -184,13 +184,13 @@ def fail_everywhere(
 
 
 def fail_on_one_rank(path: str) -> tuple[int, int]:
-    """The operations of a save fail in turn on one rank of two; both must get the same error.
+    """Let the operations of a save fail in turn on one rank of two; both ranks must get the same error.
 
     Args:
-        path: Where to save.
+        path: The path to save to.
 
     Returns:
-        How many faults were tried, and how many of them failed the save.
+        The number of faults, and the number of those that failed the save.
     """
     where, rank, size = Path(path), dist.get_rank(), dist.get_world_size()
     save(where, 1, rank=rank, size=size)

@@ -1,4 +1,4 @@
-"""Trainer runs whose checkpoints lie behind a URL."""
+"""Trainer runs that save their checkpoints to a URL."""
 
 from __future__ import annotations
 

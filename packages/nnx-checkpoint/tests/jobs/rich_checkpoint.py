@@ -1,4 +1,4 @@
-"""A small checkpoint with everything that one can hold, and how to tell that another holds the same."""
+"""A small checkpoint with every kind of content, and a comparison of two such checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rich_tensors() -> dict[str, Tensor]:
 
 
 def rich_objects() -> dict[str, Any]:
-    """What a Trainer leaves, with every type that has an encoding."""
+    """Return a Trainer's state with every type that has an encoding."""
     values = {
         "attributes": AttributeDict(x=1, inner=AttributeDict(y=[1])),
         "namespace": argparse.Namespace(a=1, t=torch.ones(2)),
@@ -87,7 +87,7 @@ def save_rich(path: Path) -> nnx_checkpoint.Checkpoint:
 
 
 def differences(one: nnx_checkpoint.Checkpoint, other: nnx_checkpoint.Checkpoint) -> list[str]:
-    """Where two checkpoints differ in any bit, type or name."""
+    """Return the names at which two checkpoints differ in any bit, type or name."""
     found = [f"tensor {name}" for name in set(one.tensors) ^ set(other.tensors)]
     for name in set(one.tensors) & set(other.tensors):
         if not _same(one.read(name), other.read(name)):

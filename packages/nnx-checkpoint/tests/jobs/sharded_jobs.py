@@ -1,4 +1,4 @@
-"""Jobs around Lightning's own sharded directories: Fabric, and what its loaders make of ours."""
+"""Jobs about Lightning's sharded directories: Fabric runs, and Lightning's loaders on directories of nnx."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cell(run: Run, at: int) -> Seen:
 
 @dataclass
 class FabricRun:
-    """What a run with Fabric saw."""
+    """The report of a run with Fabric."""
 
     weights: str
     momenta: str
@@ -103,7 +103,7 @@ def _whole(value: Any) -> torch.Tensor:
 
 
 def load_as_fsdp(path: str, weights: dict[str, torch.Tensor]) -> Any:
-    """What Lightning's FSDPStrategy reads an optimizer with; it needs no accelerator itself."""
+    """Load an optimizer as Lightning's FSDPStrategy does, without an accelerator."""
     loaded = load_sharded_optimizer_state_dict(
         model_state_dict=weights, optimizer_key="optimizer_0", storage_reader=FileSystemReader(path)
     )

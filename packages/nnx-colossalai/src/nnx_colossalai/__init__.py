@@ -1,8 +1,8 @@
 """Offload models to host memory in chunks, for PyTorch Lightning, as an nnx plugin.
 
-A plan within your budgets keeps each layer's weights, masters and optimizer state on the device or in host
-memory. `nnx_colossalai.backend` is the engine. Importing this package imports neither torch nor Lightning;
-the classes with lightning-colossalai's names import them on first use.
+A plan within your memory limits keeps each layer's weights, masters and optimizer state on the device or in
+host memory. `nnx_colossalai.backend` is the engine. Importing this package imports neither torch nor
+Lightning; the classes with lightning-colossalai's names import them on first use.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ class ColossalAIOptions:
     )
     placement_policy: str = option(
         "auto",
-        help="'auto' chooses the tiers with the fastest step within the budgets; 'cuda' keeps all on the "
-        "device, 'cpu' all in host memory; or one tier for all chunks: 'gathered', 'sharded', 'offloaded', "
-        "'streamed'.",
+        help="'auto' chooses the tiers with the fastest step within the memory limits; 'cuda' keeps all "
+        "on the device, 'cpu' all in host memory; or one tier for all chunks: 'gathered', 'sharded', "
+        "'offloaded', 'streamed'.",
         types=(str,),
     )
     force_outputs_fp32: bool = option(
@@ -98,13 +98,13 @@ class ColossalAIOptions:
 
     device_memory: int | float | str | None = option(
         None,
-        help="Device budget of a rank: bytes, or text such as '24GiB'. By default all memory of the host, or "
-        "nine tenths of a GPU's free memory, less 1 GiB above one rank.",
+        help="Device memory limit of a rank: bytes, or text such as '24GiB'. By default all memory of "
+        "the host, or nine tenths of a GPU's free memory, less 1 GiB above one rank.",
         types=(int, float, str),
     )
     host_memory: int | float | str | None = option(
         None,
-        help="Host memory budget of a rank. By default its share of the machine's free memory.",
+        help="Host memory limit of a rank. By default its share of the machine's free memory.",
         types=(int, float, str),
     )
     offload_fraction: float | None = option(

@@ -1,4 +1,4 @@
-"""What cannot work ends in an error that names bytes and knob on every rank; what can, goes on."""
+"""Impossible requests raise an error with the bytes and the option on every rank; possible ones train."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOVED = re.compile(r"^\S.* (sharded|offloaded|streamed) +[\d,]+ ", re.MULTILINE)
 
 
 def failures(pool: WorkerPool, options: Mapping[str, Any], devices: int, **more: Any) -> dict[int, str]:
-    """How each rank failed, which none may do by waiting for the others."""
+    """Return the error of each rank. (No rank may fail by waiting for the others.)"""
     with pytest.raises(JobError) as caught:
         pool.run(fit_with, options, devices, more, world_size=devices, timeout=60, end_after=3)
     return caught.value.failures
@@ -30,7 +30,7 @@ def fit_with(options: Mapping[str, Any], devices: int, more: Mapping[str, Any]) 
 
 
 def fitted(pool: WorkerPool, options: Mapping[str, Any], devices: int, **more: Any) -> list[dict[str, Any]]:
-    """What each rank reports."""
+    """Return the report of each rank."""
     return pool.run(fit_with, options, devices, more, world_size=devices)
 
 

@@ -1,9 +1,9 @@
-"""What lightning-ColossalAI's nine tests tried, each with a numerical reference and its restriction lifted.
+"""The nine tests of lightning-ColossalAI, each with a numerical reference and without its restriction.
 
 In the order of `shared/facts/colossalai.md` §1b. The reference is a plain loop over float32 masters.
 By default the torch optimizers meet two policies each, and each policy two of them, and so do precisions and
-ways of clipping: the same float32 masters are clipped and stepped wherever a policy puts them, which the
-mixes of tiers hold to the bit. The other pairs are marked `full`.
+clipping modes: every policy clips and steps the same float32 masters, as the bitwise test of tier mixes
+shows. The other pairs are marked `full`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def by_hand(**changes: Any) -> dict[str, Any]:
 
 @cache
 def trained(pool: WorkerPool, policy: str, **changes: Any) -> list[dict[str, Any]]:
-    """What each rank reports of a training, which is run once for all tests that look at it."""
+    """Return the report of each rank of a training, which runs once for all tests."""
     training = Training(options={"placement_policy": policy}, **changes)
     return pool.run(train, training, world_size=training.devices)
 

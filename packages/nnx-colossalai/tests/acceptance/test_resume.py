@@ -1,7 +1,7 @@
-"""Saved under any tiers at any world size, resumed under any other, under `fsdp_auto` and plain `ddp`.
+"""Checkpoints of any tiers and world size resume under any other, under `fsdp_auto` and under plain `ddp`.
 
-In 16-mixed, on simulated devices whose copies take random times. A few targets, which go round, resume each
-source; in the cases marked `full`, all targets do.
+The runs use 16-mixed on simulated devices whose copies take random times. A few targets, in rotation, resume
+each source; in the cases marked `full`, all targets do.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Matrix:
         return path, ranks[0]
 
     def resumed(self, source: Cell, target: Cell) -> list[Exact]:
-        """What each rank of the target sees of a source's checkpoint."""
+        """Return the state that each rank of the target reads from a source's checkpoint."""
         return self._run(target, resume=str(self.saved(source)[0]))
 
 

@@ -1,11 +1,11 @@
-"""Masters come out the same to the bit, wherever chunks lie and whenever they are stepped.
+"""Masters are bitwise equal for every mix of tiers and for steps at once or in the background.
 
-Every mix of tiers, stepped at once and in the background, at world sizes 1, 2 and 4, under 20 seeds of random
-delays of the simulated device; each seed goes with a recipe of training (precision, optimizer, clipping,
-accumulation, overflow). At world sizes 1 and 2 the reference is a loop written by hand, at 4 the first mix
-without delays. Each cell meets a few of the seeds, which go round, and at world size 4 the mixes take turns
-at stepping in the background, which they all do at 1 and 2. In the cases marked `full` every cell meets all
-seeds.
+Every mix of tiers, stepped at once and in the background, runs at world sizes 1, 2 and 4, under 20 seeds of
+random delays of the simulated device; each seed has its own recipe of training (precision, optimizer,
+clipping, accumulation, overflow). At world sizes 1 and 2 the reference is a loop written by hand, at 4 the
+first mix without delays. Each cell runs with a few of the seeds, in rotation. At world size 4 the mixes
+alternate in stepping in the background, which all mixes do at 1 and 2. In the cases marked `full` every cell
+runs with all seeds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ALL_CELLS: list[Cell] = list(product(SIZES, MIXES, OVERLAPS))
 
 
 def has_its_turn(world_size: int, mix: str, overlap: str) -> bool:
-    """Whether a cell is trained with a few seeds: four processes on few cores take most of the time."""
+    """Return True if the cell is trained by default. (Four processes on few cores take most of the time.)"""
     return world_size < 4 or OVERLAPS.index(overlap) == list(MIXES).index(mix) % len(OVERLAPS)
 
 
@@ -69,7 +69,7 @@ def seeds_of(cell: Cell) -> list[int]:
 
 
 class References:
-    """What every mix has to come out as, by recipe and world size; each is trained once."""
+    """The expected results by recipe and world size; each is trained once."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
@@ -84,7 +84,7 @@ class References:
 
 
 def run(pool: WorkerPool, cases: list[tuple[Recipe, Mix]], world_size: int) -> list[list[dict[str, Any]]]:
-    """Train all cases on all ranks: what each rank has left of each."""
+    """Train all cases on all ranks; return the outcome of each on each rank."""
     init = None if world_size == 1 else "gloo"
     return pool.run(train_mixes_of_rank, cases, world_size=world_size, init=init, timeout=300.0)
 

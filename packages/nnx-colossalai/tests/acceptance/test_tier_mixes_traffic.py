@@ -1,4 +1,4 @@
-"""A step moves the bytes that the formula says, no more and no fewer."""
+"""A step moves exactly the bytes of the formula."""
 
 from __future__ import annotations
 

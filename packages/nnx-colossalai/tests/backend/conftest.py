@@ -1,4 +1,4 @@
-"""What tests of the backend share."""
+"""Fixtures of the backend's tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    """What the engine logs."""
+    """The log lines of the engine."""
     lines: list[str] = []
 
     class Keep(logging.Handler):

@@ -1,4 +1,4 @@
-"""The backend driven by plain PyTorch, in one process: plans, files, moves, steps that run out of memory."""
+"""The backend under plain PyTorch in one process: plans, files, moves, steps that run out of memory."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_the_loss_scale_is_that_of_the_options_unless_the_user_brings_one() -> N
 
 
 class Exhausting(nn.Module):
-    """Raises as torch does on a full card, in a forward or a backward, as often as told."""
+    """Raises as torch does on a full card, in a forward or a backward, a given number of times."""
 
     def __init__(self, *, times: int, where: str) -> None:
         super().__init__()
@@ -254,10 +254,10 @@ def test_a_step_out_of_memory_runs_again_under_a_lower_plan_and_no_number_change
 
 
 class Tight(nn.Module):
-    """Raises as torch does on a full card until enough of the model has left the device.
+    """Raises as torch does on a full card, until enough of the model has left the device.
 
     Args:
-        tells: Whether the error says how much it asked for.
+        tells: Include the requested bytes in the error.
     """
 
     def __init__(self, *, tells: bool) -> None:

@@ -1,4 +1,4 @@
-"""The options of the colossalai strategies: what is taken, what is refused and why."""
+"""The options of the colossalai strategies: accepted values, refused values and the reasons."""
 
 from __future__ import annotations
 

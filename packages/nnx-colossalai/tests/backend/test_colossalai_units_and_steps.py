@@ -1,4 +1,4 @@
-"""The backend at its edges: steps after a stray forward, odd parameters, models it cannot look into."""
+"""Edge cases of the backend: steps after a stray forward, odd parameters, opaque models."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_hooks_of_a_step_see_masters_although_a_forward_came_after_the_backward(
 
 
 class Odd(nn.Module):
-    """Trains parameters that cannot lie in chunks beside such that do."""
+    """Trains parameters that chunks cannot hold beside parameters that they can."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Chunks that move down a tier between steps of two ranks, with the state that optimizers have by then."""
+"""Chunks that move down a tier between steps of two ranks take their optimizer state with them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 4
 
 
 class Layers(nn.Module):
-    """Runs out of device memory in one forward, when told to, on every rank."""
+    """Runs out of device memory in one forward, on request, on every rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def run(kinds: list[str], asks_at: int | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Train on this rank; what it ends with, to the bit.
+    """Train on this rank, and return the exact outcome.
 
     Args:
-        kinds: Of the optimizers, which share the parameters and are handed over one by one.
+        kinds: The kinds of the optimizers, which share the parameters and are passed one by one.
         asks_at: The step in which all ranks run out of memory; None: no step.
-        options: Of the strategy.
+        options: The options of the strategy.
     """
     torch.manual_seed(5)
     module = Layers()
@@ -148,7 +148,7 @@ def test_moving_down_between_steps_of_two_ranks_changes_no_master_and_no_moment(
 
 
 def run_out_apart(more: int) -> str:
-    """Run out of memory on both ranks, on the second when it has begun so many collectives more."""
+    """Run out of memory on both ranks; the second has begun some more collectives by then."""
 
     rank, begun = dist.get_rank(), list[Any]()
     module = Layers()

@@ -1,4 +1,4 @@
-"""A backward that runs out of device memory and is repeated: gradients are those of one backward."""
+"""A backward that runs out of device memory and is retried gives the gradients of one backward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Full(torch.autograd.Function):
 
 
 class Layers(nn.Module):
-    """Returns what its first half and its second half compute."""
+    """Returns the results of its first half and of its second half."""
 
     def __init__(self, full_in: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Several models under one strategy, as Fabric has them: a GAN against plain PyTorch, and what is refused."""
+"""Several models under one strategy with Fabric: a GAN against plain PyTorch, and refused combinations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def batch(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """This rank's share of what is real, and of the noise."""
+    """Return this rank's share of the real data and of the noise."""
     made = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(step))
     real, noise = made[:, rank::world_size]
     return real, noise

@@ -1,4 +1,4 @@
-"""An omission of a chunk that ordinary trainings do not show: a change of masters that goes unnoticed."""
+"""A planted fault of a chunk that ordinary training does not reveal: an unnoticed change of masters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks in one process: to the bit what a loop with masters by hand gives, whatever the model does."""
+"""Chunks in one process are bitwise equal to a handwritten loop with masters, for all kinds of models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def mean_square(model, x):
 
 
 def train(model, tiers, *, dtype=torch.bfloat16, steps=2, micro_batches=1, loss=mean_square, units=None):
-    """Train with chunks and by hand; both models, with what differs."""
+    """Train with chunks and by hand; return both models and their differences."""
     units = tuple(tiers) if isinstance(tiers, dict) else UNITS
     by_hand = ByHand(model, dtype, units)
     reference = optimizer_of(by_hand.masters.values())

@@ -1,4 +1,4 @@
-"""What users do with gradients and parameters between and within steps counts, to the bit."""
+"""User changes of gradients and parameters between and within steps take effect, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How gradients are heard of never changes what they are."""
+"""The gradients are the same for every way of observing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the bytes of chunks lie and when they travel: fetching ahead, letting go, moving, running out."""
+"""The memory and the copies of chunks: prefetching, releasing, moving, running out of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks that an optimizer steps in the background: whoever uses one waits for it, and for no other."""
+"""Chunks that an optimizer steps in the background: a use of a chunk waits for that chunk only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ShardedEngine` on real ranks: the same numbers in every tier, masters whenever a user looks."""
+"""`ShardedEngine` on real ranks: the same numbers in every tier, and masters in every view of a user."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = [torch.bfloat16, torch.float16, None]
 def of_every_mix(
     pool: WorkerPool, job: Any, *args: Any, mixes: Any = MIXES, world_size: int = 2
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Each mix of tiers, and what the job returns for it on every rank."""
+    """Yield each mix of tiers, and the job's results for it on every rank."""
     ranks = pool.run(
         jobs.each, job, list(mixes.values()), *args, world_size=world_size, init="gloo", timeout=100.0
     )

@@ -1,4 +1,4 @@
-"""What of the CUDA device can be tried without a card: its accounts, its lock, and what a refusal leaves."""
+"""The CUDA device without a card: its memory accounts, its lock, and its state after a refusal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WithoutCard(CudaDevice):
 
 
 class Card:
-    """What torch says of a card with 10 GiB, of which 8 are free, and the limits that were set on it."""
+    """A stand-in for torch.cuda: a card with 10 GiB, of which 8 are free, and the limits that were set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.limits = [0.75]

@@ -1,4 +1,4 @@
-"""What every device promises the engine, whatever it is made of."""
+"""The guarantees of every device to the engine."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_rank_gets_the_device_of_its_context(kind: str, names: type[Device[Any
 
 
 class TestAccounts:
-    """On devices that lie in host memory, whose budget is exact."""
+    """Devices in host memory, whose memory limit is exact."""
 
     @pytest.fixture(params=["host", "simulated"])
     def device(self, request: pytest.FixtureRequest) -> Iterator[HostDevice | SimDevice]:

@@ -1,4 +1,4 @@
-"""Budgets and rates: measured once for the machine, alike on all ranks."""
+"""Memory limits and rates are measured once for the machine and are equal on all ranks."""
 
 from __future__ import annotations
 

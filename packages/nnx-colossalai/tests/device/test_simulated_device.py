@@ -1,4 +1,4 @@
-"""On the simulated device each fault of a schedule shows as wrong numbers: every fault is planted here."""
+"""Every planted fault of a schedule gives wrong numbers on the simulated device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings that ask for what cannot be done, or that run out of device memory on the way."""
+"""Trainings with impossible requests, or that run out of device memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENOUGH = 2**20
 
 
 class Greedy(Net):
-    """Runs out of device memory in a forward, as torch says it, on some ranks and as often as told."""
+    """Runs out of device memory in a forward, as torch does, on some ranks and a given number of times."""
 
     def __init__(self, run: Run, *, at: int, times: int, rank: int | None) -> None:
         super().__init__(run)
@@ -42,7 +42,7 @@ class Shrink(Callback):
 
 
 class Lines(logging.Handler):
-    """Keeps what the engine says."""
+    """Collects the log lines of the engine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def fit(
     accumulate: int = 1,
     optimizer: str = "adamw",
 ) -> dict[str, Any]:
-    """Train, and report losses, the final weights and what was logged.
+    """Train, and report losses, the final weights and the log lines.
 
     Args:
         options: Of the strategy.

@@ -1,8 +1,8 @@
 """The classifier of lightning-ColossalAI's tests, trained by the strategies and by a plain loop.
 
-`train` runs as the ranks of one training; `train_by_hand` is the numerical reference: float32 masters, in a
-mixed precision 16-bit copies that compute, gradients of every rank summed in float32. It runs in one
-process, and computes each rank's part of a batch in turn.
+`train` runs as the ranks of one training; `train_by_hand` is the numerical reference: float32 masters, 16-bit
+working copies in mixed precision, gradients of every rank summed in float32. It runs in one process, and
+computes each rank's share of a batch in turn.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Blobs(Dataset[tuple[Tensor, Tensor]]):
 
 
 def layers() -> nn.Sequential:
-    """What every training starts from."""
+    """Return the initial layers of every training."""
     torch.manual_seed(11)
     hidden = [nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU()) for _ in range(3)]
     return nn.Sequential(*hidden, nn.Linear(FEATURES, CLASSES))
@@ -192,7 +192,7 @@ def make_trainer(training: Training, **more: Any) -> Trainer:
 
 
 def train(training: Training) -> dict[str, Any]:
-    """Fit, sanity check and validation included; what became of it, as each rank sees it."""
+    """Fit, with sanity check and validation; return the outcome on each rank."""
     module = CLASSIFIERS[training.built](training)
     trainer = make_trainer(training)
     trainer.fit(module)
@@ -271,7 +271,7 @@ def _working_copy(masters: nn.Module, precision: str) -> nn.Module:
 
 
 def _plain_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """One of torch's; those of ColossalAI decouple the weight decay, which is zero by default."""
+    """Return torch's optimizer of that name, with zero weight decay as ColossalAI's has by default."""
     if name == "RMSprop":  # of which torch has no fused kernel
         return OPTIMIZERS[name]
     own = OPTIMIZERS.get(name, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0))

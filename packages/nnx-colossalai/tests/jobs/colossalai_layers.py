@@ -1,4 +1,4 @@
-"""The least chunks there can be, and a model over them, for tests of the stepper alone."""
+"""Minimal chunks, and a model over them, for tests of the stepper alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Layer(Chunk):
         self.pending = wait
 
     def use(self) -> None:
-        """What a forward does before it reads the working weights."""
+        """Wait for the pending step, as a forward does before it reads the working weights."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending()

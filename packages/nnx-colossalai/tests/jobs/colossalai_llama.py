@@ -1,4 +1,4 @@
-"""A decoder with the shapes of Llama 2, to be built on the meta device at full size, or small anywhere."""
+"""A decoder with the shapes of Llama 2, for the meta device at full size, or small for any device."""
 
 from __future__ import annotations
 

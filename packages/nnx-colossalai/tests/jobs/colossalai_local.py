@@ -1,4 +1,4 @@
-"""Models laid out by `LocalEngine` on a simulated device, and the same trained by a loop written by hand."""
+"""Models under `LocalEngine` on a simulated device, and the same models trained by a handwritten loop."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Layers(nn.Module):
 
 
 def inputs(seed: int, *shape: int) -> Tensor:
-    """The same for whoever asks."""
+    """Return the same inputs for every caller."""
     return torch.randn(shape or (4, WIDTH), generator=torch.Generator().manual_seed(seed))
 
 
@@ -91,12 +91,12 @@ def units_of(model: nn.Module, tiers: Mapping[str, Tier]) -> list[Unit]:
 
 
 class ByHand:
-    """Float32 masters beside a copy of the model that computes: what chunks must come out as, to the bit.
+    """Float32 masters beside a copy of the model that computes: the exact reference of chunks.
 
     Args:
-        model: Copied.
-        dtype: That the copy computes in.
-        units: Names of modules whose inputs are cast to that dtype.
+        model: The model, which is copied.
+        dtype: The dtype in which the copy computes.
+        units: The names of modules whose inputs are cast to that dtype.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None, units: Any = ()) -> None:
@@ -146,12 +146,12 @@ def same_bits(model: nn.Module, masters: Mapping[str, Tensor]) -> list[str]:
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-    """One whose state shows every difference."""
+    """Return an optimizer whose state shows every difference."""
     return torch.optim.AdamW(list(parameters), lr=0.05, weight_decay=0.1, fused=True)
 
 
 def refresh(engine: LocalEngine) -> None:
-    """What a stepper does when it has stepped."""
+    """Refresh the chunks as a stepper does after its step."""
     for chunk in engine.chunks:
         chunk.refresh()
 

@@ -38,13 +38,13 @@ from nnx_core.lightning.routing import route_optimizer_steps
 
 @dataclass(frozen=True)
 class Mix:
-    """Where things lie and when they are stepped, whatever the recipe.
+    """The tiers and the time of the step, for any recipe.
 
     Attributes:
-        tiers: Of the four blocks and of the root.
-        overlap: Of the options.
-        seed: Of the simulated device's delays; None: no delays.
-        forgotten: Waits that are planted not to wait: ``compute_waits`` or ``host_waits``.
+        tiers: The tiers of the four blocks and of the root.
+        overlap: The option of the same name.
+        seed: The seed of the simulated device's delays; None: no delays.
+        forgotten: The waits that a planted fault omits: ``compute_waits`` or ``host_waits``.
     """
 
     tiers: tuple[str, ...]
@@ -54,18 +54,18 @@ class Mix:
 
 
 def train_mixes_of_rank(cases: Sequence[tuple[Recipe, Mix]]) -> list[dict[str, Any]]:
-    """What each training leaves behind on this rank."""
+    """Train all cases, and return the outcome of each on this rank."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return [train_mix(recipe, mix, rank, world_size) for recipe, mix in cases]
 
 
 def no_sample() -> NoReturn:
-    """Spares the planner the look at the step: the mix says where everything lies."""
+    """Raise, so that the planner does not probe the step, because the mix fixes all placements."""
     raise UnsupportedError("there is no sample.")
 
 
 def train_mix(recipe: Recipe, mix: Mix, rank: int, world_size: int) -> dict[str, Any]:
-    """Train by the recipe, with everything where the mix says."""
+    """Train by the recipe, with the placements of the mix."""
     delays = None if mix.seed is None else 10 * mix.seed + rank
     # A forgotten wait shows where the copy takes longer than what comes between, on a busy machine too.
     slowest = 0.001 if mix.forgotten is None else 0.05
@@ -133,7 +133,7 @@ def _backend(
 def _steps(
     recipe: Recipe, backend: ColossalAIBackend, model: MixNet, optimizer: Optimizer, rank: int
 ) -> list[str]:
-    """In the order of Lightning's Trainer: forward, zero_grad, backward, clip, step."""
+    """Run one step in the order of Lightning's Trainer: forward, zero_grad, backward, clip, step."""
     scaler = None
     if recipe.precision == "16-mixed":
         scaler = backend.grad_scaler(torch.amp.GradScaler("cpu"))

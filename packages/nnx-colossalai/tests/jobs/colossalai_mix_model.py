@@ -1,4 +1,4 @@
-"""A small model with everything awkward in it, recipes for training it, and fingerprints of the outcome."""
+"""A small model with many special cases, recipes for training it, and fingerprints of the outcome."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Digest = dict[str, str]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained, whatever the tiers.
+    """The training settings, for any tiers.
 
     Attributes:
-        precision: Lightning's name.
+        precision: Lightning's name of the precision.
         optimizer: ``adamw``, ``adam`` or ``momentum``.
-        clip: By ``norm``, by ``value``, or not.
-        accumulate: Micro batches of a step.
-        overflow: Whether the loss of one step overflows, so that it is skipped.
-        even: Whether each rank of two holds a multiple of 16 elements of every parameter.
+        clip: The clipping mode: ``norm``, ``value`` or none.
+        accumulate: The micro batches of a step.
+        overflow: Let the loss of one step overflow, so that the step is skipped.
+        even: Each rank of two holds a multiple of 16 elements of every parameter.
     """
 
     precision: str = "bf16-mixed"
@@ -42,13 +42,13 @@ class Recipe:
 
 
 class MixBlock(nn.Module):
-    """A residual layer; some parameters are frozen, some have no use.
+    """A residual layer with some frozen and some unused parameters.
 
     Args:
-        width: Of the layer.
-        inner: Width in its middle.
-        frozen: Whether its second linear layer is not trained.
-        unused: Whether it has a layer that no forward calls.
+        width: The width of the layer.
+        inner: The width in its middle.
+        frozen: Freeze its second linear layer.
+        unused: Add a layer that no forward calls.
     """
 
     def __init__(self, width: int, inner: int, *, frozen: bool = False, unused: bool = False) -> None:
@@ -90,7 +90,7 @@ class MixNet(nn.Module):
 
 
 def batch_of(recipe: Recipe, step: int, rank: int, micro: int) -> tuple[Tensor, Tensor]:
-    """The same for whoever asks."""
+    """Return the same batch for every caller."""
     random = torch.Generator().manual_seed(1000 * step + 100 * rank + micro)
     tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=random)
     # One rank's overflow is everyone's.
@@ -111,7 +111,7 @@ def make_optimizer(recipe: Recipe, parameters: Sequence[nn.Parameter], **more: A
 
 
 def lower_rates(optimizer: Optimizer) -> None:
-    """What a scheduler does after a step, while the step may still be under way in the background."""
+    """Lower the learning rates as a scheduler does after a step, which may still run in the background."""
     for number, group in enumerate(optimizer.param_groups):
         group["lr"] *= 0.75 - 0.25 * number
 

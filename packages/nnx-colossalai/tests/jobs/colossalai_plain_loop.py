@@ -1,12 +1,12 @@
-"""Training by a loop that is written out by hand and knows nothing of chunks.
+"""Training by a handwritten loop without chunks.
 
-Float32 masters, working copies of them in the precision's dtype, gradients that are converted to float32 and
-then accumulated, one optimizer over the masters. It plays all ranks of a world one after the other.
+It has float32 masters, working copies in the precision's dtype, gradients that are converted to float32 and
+then accumulated, and one optimizer over the masters. It plays all ranks of a world one after the other.
 
-torch's fused kernels round what is left over at the end of a tensor, less than a vector of the processor,
-otherwise than the rest: a tensor that is stepped in slices can differ in the last bit from one that is
-stepped whole. So where ranks hold uneven slices the optimizer here has the same slices of the masters; where
-they are even it has the masters themselves.
+torch's fused kernels round the remainder of a tensor, less than a vector of the processor, differently from
+the rest. So a tensor that is stepped in slices can differ in the last bit from one that is stepped at once.
+Therefore the optimizer here has the slices of the masters if ranks hold uneven slices, and the masters
+themselves if the slices are even.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jobs.colossalai_mix_model import (
 
 
 def train_plainly(recipes: Sequence[Recipe], world_size: int) -> list[dict[str, Any]]:
-    """What the hand-written loop leaves behind, for each recipe; losses are those of each rank."""
+    """Train each recipe with the handwritten loop, and return the outcomes; losses are those of each rank."""
     return [_train_plainly(recipe, world_size) for recipe in recipes]
 
 
@@ -75,7 +75,7 @@ def _train_plainly(recipe: Recipe, world_size: int) -> dict[str, Any]:
 
 
 class _Held:
-    """What the optimizer has: the masters themselves, or each rank's slice of them, in the same memory."""
+    """The optimizer's parameters: the masters, or each rank's slice of them in the same memory."""
 
     def __init__(self, masters: Mapping[str, nn.Parameter], slices: int) -> None:
         self._masters, self._slices = masters, slices
@@ -106,7 +106,7 @@ class _Held:
 
 
 def _cast_inputs(model: MixNet, dtype: torch.dtype | None) -> None:
-    """What enters a unit has the dtype of its weights, so that layers without an autocast rule work."""
+    """Cast the inputs of each unit to the dtype of its weights, for layers without an autocast rule."""
     if dtype is None:
         return
 

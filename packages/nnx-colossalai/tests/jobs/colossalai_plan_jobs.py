@@ -1,4 +1,4 @@
-"""Jobs that measure the machine on several ranks, which differ."""
+"""Jobs that measure a different machine on each rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nnx_colossalai.plan.units import find_units
 
 
 def resources_of_ranks(cache: Path) -> dict[str, Any]:
-    """Budgets that fall with the rank, and rates measured by each and by all."""
+    """Measure memory limits that fall with the rank, and rates on each rank and on all."""
     os.environ["NNX_CACHE_DIR"] = str(cache)
     rank = dist.get_rank()
     device = HostDevice(capacity=10_000_000 - rank)
@@ -38,7 +38,7 @@ def rates_in(found: RankResources) -> Rates:
 
 
 def probe_a_forward_that_communicates() -> str:
-    """What is said of a forward with an all-reduce."""
+    """Return the probe's report on a forward with an all-reduce."""
 
     class Summing(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Random models and budgets for the planner of nnx-colossalai, and a second way to count their memory."""
+"""Random models and memory limits for the planner of nnx-colossalai, and a second count of their memory."""
 
 import random
 

@@ -15,12 +15,12 @@ from nnx_test_helpers.training import MODELS, Run, make_trainer
 
 DEVICE_BYTES = 64 * 2**20
 LIGHTNINGS_SCALE = {"init_scale": 2.0**10, "growth_interval": 2}
-"""What torch's scaler begins with, under the strategies that have no options for it."""
+"""The initial state of torch's scaler, under the strategies without options for it."""
 
 
 @dataclass(frozen=True)
 class Exact:
-    """What a rank saw of the training state when it was saved or resumed, and the losses after."""
+    """A rank's training state at the time of saving or resuming, and the later losses."""
 
     weights: str
     optimizer: str
@@ -55,9 +55,9 @@ def run_cell(run: Run, step: int, simulated: int | None = None) -> Exact:
     """Train a run that saves at a step, or one that resumes from a checkpoint of that step.
 
     Args:
-        run: As data.
-        step: When it is saved.
-        simulated: Seed of the random delays of a simulated device, on which a run of ours computes.
+        run: The run as data.
+        step: The step of the save.
+        simulated: The seed of a simulated device's random delays, for runs of nnx.
     """
     import nnx
 

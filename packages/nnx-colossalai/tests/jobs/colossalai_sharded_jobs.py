@@ -46,10 +46,10 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Three layers and what belongs to the root: a tied pair, a scalar and a frozen layer.
+    """Three layers, and parameters of the root: a tied pair, a scalar and a frozen layer.
 
     Args:
-        recompute: Whether layers compute their activations again in backward.
+        recompute: Recompute the activations of layers in backward.
     """
 
     def __init__(self, *, recompute: bool = False) -> None:
@@ -72,7 +72,7 @@ class Net(nn.Module):
 
 
 def batch(step: int) -> Tensor:
-    """What this rank reads."""
+    """Return this rank's batch of a step."""
     random = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return torch.randn(4, WIDTH, generator=random)
 
@@ -114,7 +114,7 @@ class Run:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What the module shows now."""
+        """Return the module's present parameters."""
         return dict(self.net.named_parameters())
 
     def forward(self, step: int, **more: Any) -> Tensor:
@@ -170,12 +170,12 @@ def running(tiers: Sequence[str], *args: Any, **more: Any) -> Iterator[Run]:
 
 
 def each(job: Callable[..., Any], mixes: Sequence[Sequence[str]], *args: Any) -> list[Any]:
-    """What a job returns for every mix of tiers, one after the other."""
+    """Return a job's result for every mix of tiers."""
     return [job(tiers, *args) for tiers in mixes]
 
 
 def trained(tiers: Sequence[str], dtype: torch.dtype | None, delays: int | None) -> dict[str, Any]:
-    """Losses, masters and what comes back, after a few steps."""
+    """Return losses, masters and the returned weights after a few steps."""
     run = Run(tiers, dtype, delays=delays)
     losses = run.train(3)
     masters = run.whole()
@@ -183,7 +183,7 @@ def trained(tiers: Sequence[str], dtype: torch.dtype | None, delays: int | None)
 
 
 def shown(tiers: Sequence[str]) -> dict[str, list[bool]]:
-    """Whether the module shows the same masters at every point where a user may look."""
+    """Return True for each view at which a user sees the same masters in the module."""
     looks: dict[str, list[bool]] = {}
     with running(tiers) as run:
         masters = run.parameters
@@ -226,7 +226,7 @@ def _fail(*_: Any) -> None:
 
 
 def try_and_fail(call: Callable[[], Any]) -> None:
-    """Call what must raise the planted error."""
+    """Call a function that must raise the planted error."""
     try:
         call()
     except ValueError as error:
@@ -328,7 +328,7 @@ HOWS: dict[str, Callable[[Run], None]] = {
 
 
 def changed_from_outside(tiers: Sequence[str], how: str) -> tuple[float, float]:
-    """The loss after masters were changed without a word to the engine, and what it should be."""
+    """Return the loss after masters were changed without notice to the engine, and the right loss."""
     values = {name: torch.randn(one.shape) * 0.3 for name, one in Net().named_parameters()}
     with running(tiers) as run:
         masters = run.parameters
@@ -369,7 +369,7 @@ def _like(value: Tensor, one: Any) -> Any:
 
 
 def waited(tiers: Sequence[str], use: str) -> dict[str, Any]:
-    """How often each chunk's masters are waited for, by whom, and what the uses see."""
+    """Return the waits for each chunk's masters before, during and after a use."""
     with running(tiers) as run:
         calls: list[str] = []
         for chunk in run.engine.chunks:
@@ -466,7 +466,7 @@ def memory(tiers: Sequence[str], dtype: torch.dtype | None) -> tuple[int, int, i
 
 
 def traffic(tiers: Sequence[str], capacity: int) -> tuple[tuple[int, int], int, int]:
-    """Bytes copied in one step of two micro batches; elements of this rank's part, and of what is trained."""
+    """Return the bytes copied in a step of two micro batches, this rank's elements, and all trained ones."""
     with running(tiers, capacity=capacity) as run:
         run.engine.finish()
         padded = {
@@ -508,7 +508,7 @@ def order_of_use(tiers: Sequence[str]) -> list[list[str]]:
 
 
 def out_of_memory(tiers: Sequence[str], when: str) -> dict[str, Any]:
-    """What ranks are told when one of them has no room, and whether they go on when it has."""
+    """Return the error and the later losses when one rank runs out of memory and then has enough."""
     enough, short = 2**24, 1
     if when == "laid out":
         message = _message_of(lambda: Run(tiers, capacity=short if dist.get_rank() == 1 else enough))

@@ -31,10 +31,10 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def train(name: str, overlap: str) -> dict[str, Any]:
-    """Four steps over two chunks with the stepper.
+    """Run four steps over two chunks with the stepper.
 
     Returns:
-        This rank's values of everything, what lies how, and whether the background thread was used.
+        This rank's values, their layouts, and True if the background thread was used.
     """
     modules = _modules()
     chunks = [Layer(index, module) for index, module in enumerate(modules)]
@@ -103,7 +103,7 @@ def _sharded(value: Tensor, mesh: Any) -> nn.Parameter:
 
 
 def _described(value: Any) -> Any:
-    """Values exactly, and for what is sharded how: as text, which compares by the bits."""
+    """Return values exactly, with their sharding, as text, which compares the bits."""
     if not isinstance(value, Tensor):
         return repr(value)
     local = value.detach().to_local() if isinstance(value, DTensor) else value.detach()

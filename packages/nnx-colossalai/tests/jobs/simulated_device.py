@@ -1,11 +1,11 @@
-"""A host that behaves like a device: a byte budget, copy lanes that take their time, memory that turns bad.
+"""A host that behaves like a device: a memory limit, slow copy lanes, memory that turns invalid.
 
-On it a fault of the engine's schedule shows as wrong numbers, on any machine. Copies run on threads of their
-own, after random delays. They read their source when they run, not when they are asked for, so a source that
-is overwritten too early shows. The target is filled with NaN until its copy is over, so a missing wait shows.
-Released memory is filled with NaN as well, so its use shows; it stays allocated underneath, because reading
-memory that is gone would end the process instead of telling anything.
-This file owns the threads; they end with `SimDevice.close`, or when the device is forgotten.
+On it a fault of the engine's schedule gives wrong numbers, on any machine. Copies run on their own threads,
+after random delays. They read their source when they run, not when they are requested, so an early overwrite
+of a source shows. The target is filled with NaN until its copy is complete, so a missing wait shows.
+Released memory is filled with NaN as well, so its use shows; it stays allocated underneath, because a read of
+freed memory would crash the process instead of giving an error.
+This file owns the threads; they end with `SimDevice.close`, or when the device is deleted.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class SimEvent:
 
     @property
     def over(self) -> bool:
-        """Whether the copy is complete."""
+        """Return True if the copy is complete."""
         return self._over.is_set()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Let those go on who wait."""
+        """Release the threads that wait."""
         self._error = error
         self._over.set()
 
@@ -72,8 +72,8 @@ class _Lane:
     """One direction of the bus.
 
     Attributes:
-        moving: Held while bytes move, by both lanes and by who takes memory away.
-        open: Cleared while the lane stands still.
+        moving: Held while bytes move, by both lanes and by code that frees memory.
+        open: Cleared while the lane is paused.
     """
 
     bandwidth: float | None
@@ -84,7 +84,7 @@ class _Lane:
     copies: SimpleQueue[_Copy | None] = field(default_factory=SimpleQueue)
 
     def run(self) -> None:
-        """Carry out copies in order, until told to end."""
+        """Run copies in order, until the end."""
         while (copy := self.copies.get()) is not None:
             self._pause(copy)
             while not self._move(copy):
@@ -119,7 +119,7 @@ class _Lane:
 class SimDevice(Device[SimEvent]):
     """A simulated device in host memory.
 
-    Only memory of `empty` counts against the budget, not what torch allocates for activations.
+    Only memory of `empty` counts against the memory limit, not torch's memory for activations.
 
     Args:
         capacity: Bytes of device memory; None: as much as the machine has.
@@ -264,7 +264,7 @@ class SimDevice(Device[SimEvent]):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it no copy runs, so that whoever does not wait is sure to be too early."""
+        """Pause all copies, so that code without a wait is sure to run too early."""
         with self._moving:
             self._open.clear()
         try:
@@ -312,7 +312,7 @@ def _new(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _poison(tensor: Tensor) -> None:
-    """Fill with what no computation should see: NaN, or all bits set."""
+    """Fill with values that no computation should see: NaN, or all bits set."""
     data = tensor.data
     with torch.no_grad():
         if data.dtype.is_floating_point or data.dtype.is_complex:

@@ -1,4 +1,4 @@
-"""Optimizers by their historical names step like torch's, and which kernel steps a parameter."""
+"""Optimizers with historical names step like torch's, with the right kernel for each parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stepper over chunks in host memory: against the optimizer stepping by itself, and where it runs."""
+"""The stepper over chunks in host memory: its numbers against a plain optimizer, and its threads."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Chunk:
 
 
 def asked_in_a_step(background: Background, question: Callable[[], Any]) -> Any:
-    """What is answered within a step in the background."""
+    """Return the answer to a question that is asked within a step in the background."""
     answers = []
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     background.submit(optimizer, [Share(Chunk())], lambda *_: answers.append(question()))  # type: ignore[arg-type]

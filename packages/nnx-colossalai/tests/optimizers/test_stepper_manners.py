@@ -1,4 +1,4 @@
-"""What the stepper promises beyond the numbers: who waits, what runs when, and who is told of errors."""
+"""The stepper's guarantees besides the numbers: waits, order, and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Gate(Layer):
-    """A chunk whose refresh, the end of its step, waits until it is let through, or fails."""
+    """A chunk whose refresh, the end of its step, waits for a signal, or fails."""
 
     def __init__(self, index: int, module: nn.Module) -> None:
         super().__init__(index, module)

@@ -1,4 +1,4 @@
-"""Plans as files: what is written is read, what people edit counts, and what does not fit is named."""
+"""Plans as files: they round-trip, user edits take effect, and misfits are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans for worlds that are not here."""
+"""Plans for a world that is not present."""
 
 from __future__ import annotations
 

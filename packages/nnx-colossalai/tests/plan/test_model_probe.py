@@ -1,4 +1,4 @@
-"""What a step keeps and computes, found without memory: exact, and without a trace in the model."""
+"""The probe finds a step's memory and compute exactly, without memory, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENS = torch.zeros(2, 6, dtype=torch.long)
 
 
 def really_kept(model: nn.Module, *inputs: Tensor) -> int:
-    """Bytes of what autograd saves, and of inputs and output, in a real forward; each storage once."""
+    """Return the bytes that autograd saves in a real forward, and of inputs and output; each storage once."""
     own = [*model.parameters(), *model.buffers()]
     weights = {tensor.untyped_storage().data_ptr() for tensor in own}
     kept: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""The plan: within its budgets, near the fastest there is, the same everywhere; what is said without one."""
+"""The plan is within the memory limits, near the fastest and equal on all ranks, or refused with a reason."""
 
 import itertools
 import os

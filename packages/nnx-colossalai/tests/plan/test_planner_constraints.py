@@ -1,4 +1,4 @@
-"""What is asked of a plan: met, refused as a contradiction, or told apart from what cannot fit at all."""
+"""Constraints of a plan are met, or refused as contradictory or as impossible."""
 
 import pytest
 

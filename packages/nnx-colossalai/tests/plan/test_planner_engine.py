@@ -1,4 +1,4 @@
-"""What the planner predicts, against what the engine allocates and copies on a simulated device."""
+"""The planner's predictions against the engine's allocations and copies on a simulated device."""
 
 import random
 

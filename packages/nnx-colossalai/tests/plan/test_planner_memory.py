@@ -1,4 +1,4 @@
-"""The planner's memory model, recounted here from allocations with a beginning and an end."""
+"""The planner's memory model, recounted here from allocations with a start and an end."""
 
 import random
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""The drawing of a plan shows what the plan says."""
+"""The drawing of a plan matches the plan."""
 
 from __future__ import annotations
 

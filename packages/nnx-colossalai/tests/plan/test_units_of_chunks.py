@@ -1,4 +1,4 @@
-"""Which modules become chunks: every parameter once, tied ones inside, nothing wasted."""
+"""The modules that become chunks: every parameter is in one chunk, with its ties, and no memory is wasted."""
 
 from __future__ import annotations
 

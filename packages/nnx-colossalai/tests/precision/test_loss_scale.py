@@ -1,4 +1,4 @@
-"""The loss scale against the historical rule, written a second time, on recorded overflows."""
+"""The loss scale on recorded overflows, against a second implementation of the historical rule."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RECORDED = [
 
 
 def backend() -> Any:
-    """What a scaler asks of its backend: where it is, and the gradients."""
+    """A stand-in for a scaler's backend: its device, and the gradients."""
     return SimpleNamespace(
         context=SimpleNamespace(device=torch.device("cpu")),
         gradients=lambda optimizer: gradients_of(optimizer, world_size=1),
@@ -72,7 +72,7 @@ def historical(steps: Iterable[bool], settings: Settings) -> list[float]:
 
 
 class Run:
-    """A parameter that is trained with a scaler, whose gradient overflows when told."""
+    """A parameter that is trained with a scaler, whose gradient overflows on request."""
 
     def __init__(self, settings: Settings) -> None:
         self.weight = torch.nn.Parameter(torch.zeros(3))

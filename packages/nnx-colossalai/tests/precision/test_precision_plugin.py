@@ -1,4 +1,4 @@
-"""`ColossalAIPrecision` trains in 16 bits on the CPU too, with a scale that checkpoints keep."""
+"""`ColossalAIPrecision` trains in 16 bits on the CPU too, and checkpoints store its loss scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ColossalAIStrategy`: the constructor of lightning-colossalai, on the Trainer that is in use."""
+"""`ColossalAIStrategy`: the constructor of lightning-colossalai, with the present Trainer."""
 
 from __future__ import annotations
 

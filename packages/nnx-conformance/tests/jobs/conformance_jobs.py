@@ -1,4 +1,4 @@
-"""Jobs of the tests of the conformance suite's framework."""
+"""Jobs for the tests of the conformance suite's framework."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from nnx_tiny.backend import TinyBackend
 
 
 class ForgetsClipping(TinyBackend):
-    """Leaves gradients as they are, whatever the user asked for."""
+    """Leaves gradients unclipped, although the user asked for clipping."""
 
     def clip_grad_norm(self, optimizer: Any, max_norm: float, **kwargs: Any) -> Any:
         return super().clip_grad_norm(optimizer, float("inf"), **kwargs)

@@ -58,7 +58,7 @@ class HasNoRemedy(Refuses):
 
 
 class HandsOn(Refuses):
-    """Wraps an error of torch's."""
+    """Wraps an error of torch."""
 
     def error(self) -> Exception:
         return UnsupportedError("it failed: IndexError: tuple index out of range.", remedy="Try again.")

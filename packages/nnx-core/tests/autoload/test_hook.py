@@ -1,4 +1,4 @@
-"""The import hook by itself, on pretend modules in place of Lightning's."""
+"""The import hook alone, on pretend modules in place of Lightning's."""
 
 import sys
 import warnings
@@ -12,7 +12,7 @@ FAKE = "fake_lightning_strategies"
 
 @pytest.fixture
 def hook(monkeypatch, tmp_path):
-    """The hook with one pretend target, and what it was asked to register."""
+    """The hook with one pretend target, and its calls to register."""
     registered = []
     monkeypatch.setattr(_nnx_autoload, "TARGETS", (FAKE,))
     monkeypatch.setattr(_nnx_autoload, "failures", [])

@@ -1,6 +1,6 @@
-"""What works with no `import nnx`, in fresh processes.
+"""Features that work without `import nnx`, in fresh processes.
 
-Importing Lightning costs seconds, so each process checks several things.
+Importing Lightning takes seconds, so each process checks several of them.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What docs/command-line.md shows of ``nnx`` is what it prints."""
+"""The output of ``nnx`` in docs/command-line.md is the real output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nnx_test_helpers.repository import from_repository
 PAGE = from_repository(__file__, "docs/command-line.md")
 COMMANDS = re.findall(r"```console\n\$ nnx (.*?)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 OURS = {"nnx-fsdp", "nnx-nnscaler", "nnx-colossalai", "nnx-deepspeed", "nnx-ray", "nnx-tiny"}
-"""What is installed where the page was printed: all but nnx-fairscale."""
+"""The distributions that are installed on the page's machine: all but nnx-fairscale."""
 
 
 def test_the_page_names_every_verb_and_shows_those_about_names() -> None:
@@ -50,7 +50,7 @@ def normal(text: str) -> list[str]:
 
 
 def matches(shown: list[str], printed: list[str]) -> bool:
-    """Whether what is shown is what was printed, where a line of dots stands for any lines."""
+    """Return True if the output matches the page; a line of dots on the page matches any lines."""
     if not shown:
         return not printed
     if shown[0] == "...":

@@ -1,4 +1,4 @@
-"""Plugins that harm their process: the command names them, lists the others, and keeps only good answers."""
+"""The command names plugins that harm their process, lists the others, and keeps only good answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``nnx new``: what it asks and refuses, and that what it renders is a plugin that works."""
+"""``nnx new``: its questions and refusals; the project that it renders is a working plugin."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def git(directory, *arguments):
 
 @pytest.fixture
 def import_from(monkeypatch):
-    """Let this process, and jobs of the pool, import from a folder; what was imported is forgotten."""
+    """Let this process, and jobs of the pool, import from a folder, and forget the imports afterwards."""
     before = set(sys.modules)
     yield lambda folder: monkeypatch.syspath_prepend(str(folder))
     for name in set(sys.modules) - before:
@@ -102,7 +102,7 @@ def import_from(monkeypatch):
 
 
 def verdicts(pool, tmp_path, target, checks, **options):
-    """How some checks of the conformance suite end on the workers that all tests share."""
+    """Return the verdicts of some conformance checks, from the workers that all tests share."""
     session = Session(Subject(target, options=options), pool=pool, reference=Reference(pool))
     found = {}
     for check in select_checks(checks):
@@ -222,7 +222,7 @@ def page():
 
 
 def follow_the_page(project):
-    """Make the changes that the tutorial says, in the files that the titles of its blocks name."""
+    """Make the changes of the tutorial, in the files that the titles of its blocks name."""
     blocks = re.findall(r'^```python title="([^"]+)"\n(.*?)^```$', page(), re.MULTILINE | re.DOTALL)
     for title, text in blocks:
         name, _, place = title.partition(", ")

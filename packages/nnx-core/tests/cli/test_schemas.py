@@ -1,4 +1,4 @@
-"""What every command prints with ``--json`` is what its schema says."""
+"""The ``--json`` output of every command matches its schema."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Command = Callable[..., tuple[int, Any]]
 
 @pytest.fixture
 def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Run a command with --json in this process; its exit code, and what it printed once that is valid."""
+    """Run a command with --json in this process; return its exit code, and its validated output."""
 
     def run(schema: str, *arguments: str) -> tuple[int, Any]:
         monkeypatch.setattr(sys, "argv", ["nnx", *schema.split(), *arguments, "--json"])
@@ -48,7 +48,7 @@ def validate(schema: str, content: Any) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of ours: one, another with other tensors, and a damaged one."""
+    """A folder of nnx checkpoints: one, another with other tensors, and a damaged one."""
     folder = tmp_path_factory.mktemp("schemas")
     weights = {
         "one": {"up.weight": torch.ones(4, 3), "up.bias": torch.ones(4), "one": torch.ones(1)},

@@ -1,4 +1,4 @@
-"""``nnx search``: what it finds, in which order, and what it says where it finds nothing."""
+"""``nnx search``: its results, their order, and its message if nothing matches."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ PHRASES = {
     "offload optimizer to cpu": "fsdp_offload nnx_deepspeed_3_cpu colossalai_cpu",
     "sharded ddp": "fairscale_sharded",
     "data parallel": "nnscaler_dp",
-    "ranks diverge debug": "docs/watch.md",
+    "ranks diverge debug": "docs/divergence.md",
     "automatic parallelism": "nnscaler nnscaler_deduped",
     "gradient checkpointing": "fsdp_auto fsdp_manual",
     "mixed precision": "docs/options.md",

@@ -48,10 +48,10 @@ def trainer_of(run: Run, *callbacks: Callback) -> Trainer:
 
 
 def save_late(run: Run, until: int) -> tuple[Outcome, bool]:
-    """Train; the save that is asked for in the middle begins only after step `until`.
+    """Train; the save that is requested in the middle begins only after step `until`.
 
     Returns:
-        What the run reports, and whether the save was still in flight at that step.
+        The run's report, and True if the save was still in flight at that step.
     """
     gate, held = threading.Event(), []
 
@@ -91,7 +91,7 @@ def keep_best_in_background(devices: int, folder: str, save_last: Any) -> dict[s
 
 @dataclass
 class Left:
-    """What a run of ModelCheckpoint left."""
+    """The checkpoints and logs that a run with ModelCheckpoint leaves."""
 
     names: list[str]
     best: str
@@ -155,7 +155,7 @@ class SlowNet(Net):
 
 
 def interrupt(run: Run, error: Literal["ValueError", "KeyboardInterrupt"]) -> str:
-    """An error of the user's while a save is in flight; what `fit` ends with."""
+    """Raise an error in user code while a save is in flight; return the error of `fit`."""
     handler = signal.getsignal(signal.SIGINT)
 
     def stop(trainer: Trainer) -> None:
@@ -175,11 +175,11 @@ def interrupt(run: Run, error: Literal["ValueError", "KeyboardInterrupt"]) -> st
 
 
 def save_after(run: Run, path: str) -> tuple[bool, bool, bool]:
-    """Save after a run, when nothing is left to overlap with, and once more in a second run.
+    """Save after a run, with no work to overlap, and once more in a second run.
 
     Returns:
-        Whether the first was complete on return, what the copy's memory was then given back, and whether
-        the second was in flight on return.
+        True if the first save was complete on return, True if the copy's memory was then freed, and True if
+        the second save was in flight on return.
     """
     from nnx_checkpoint.writing import background
 
@@ -236,5 +236,5 @@ def fabric(devices: int, folder: str) -> dict[str, Any]:
 
 
 def verified(path: str) -> tuple[list[storage.Damage], int]:
-    """What is wrong with a checkpoint, and its step."""
+    """Return the damage of a checkpoint, and its step."""
     return storage.verify(path), int(storage.open_checkpoint(path).objects["trainer"]["global_step"])

@@ -148,7 +148,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def fit(run: Run, kind: str, epochs: int | None = None, plugin: str | None = None) -> dict[str, Any]:
-    """Train, in epochs of two batches if so many are asked for; both sets of weights, and what was seen."""
+    """Train, in epochs of two batches on request; return both sets of weights, and the observations."""
     extra: dict[str, Any] = {"max_epochs": epochs, "limit_train_batches": 2} if epochs else {}
     engines.register()
     callback = make_callback(kind) if kind != "none" else Callback()
@@ -182,7 +182,7 @@ def report(trainer: Trainer, module: Net, callback: Any, look: Look) -> dict[str
 
 
 def read_as_a_whole(run: Run) -> list[str]:
-    """Resume, and note which tensors were read as a whole rather than in parts."""
+    """Resume, and return the tensors that were read unsharded."""
     whole: list[str] = []
     original = storage.Checkpoint.read
 
@@ -234,7 +234,7 @@ def save_afterwards(run: Run, path: str, start: str | None = None) -> dict[str, 
 
 
 def resume_without(run: Run, path: str) -> dict[str, Any]:
-    """Test and go on with a checkpoint of averaged weights, without the callback."""
+    """Test and resume from a checkpoint of averaged weights, without the callback."""
     module = MODELS[run.model](run)
     trainer = make_trainer(run)
     loss = trainer.test(module, ckpt_path=path, verbose=False)[0]["test_loss"]
@@ -244,7 +244,7 @@ def resume_without(run: Run, path: str) -> dict[str, Any]:
 
 
 def fail_while_averaging(run: Run, on: list[int]) -> dict[str, Any]:
-    """Fail at the third step; what is left of the average."""
+    """Fail at the third step; return the remaining state of the average."""
     callback = make_callback("ema")
     module = MODELS[run.model](run)
 
@@ -270,7 +270,7 @@ def fail_while_averaging(run: Run, on: list[int]) -> dict[str, Any]:
 
 
 def copied_at_setup(run: Run, kind: str) -> tuple[int, int]:
-    """How many elements the callback's copy has before the model is laid out, and in the end."""
+    """Return the elements of the callback's copy before the model is sharded, and of a deep copy."""
     callback = make_callback(kind)
     held: list[int] = []
 
@@ -286,7 +286,7 @@ def copied_at_setup(run: Run, kind: str) -> tuple[int, int]:
 
 
 def error_while_averaging(run: Run, kind: str) -> str:
-    """The message of what goes wrong."""
+    """Return the error message of a run with an averaging callback."""
     try:
         fit(run, kind)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Two small engines, unlike FSDP and unlike each other, that put the backend contract to the test.
+"""Two small engines, unlike FSDP and unlike each other, that test the backend contract.
 
 `ColumnParallel` stands for a compiler: it asks for sample inputs, swaps parameters for local shards
 that are plain tensors, replaces forwards, and makes ranks work on the same data.
@@ -103,7 +103,7 @@ class ColumnParallel(Backend[NoOptions]):
         return replaced
 
     def gradients(self, optimizer: Optimizer) -> list[Gradient]:
-        """A split gradient is held once; what is not split is the same on every rank."""
+        """A split gradient is held once; other gradients are the same on every rank."""
         found = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         return [Gradient(p.grad, 1 if p in self._plain else self.context.world_size) for p in found]
 
@@ -137,7 +137,7 @@ class _Chunk:
         return torch.cat([*(t.reshape(-1).float() for t in tensors), torch.zeros(self.padding)])
 
     def part(self, flat: Tensor, index: int) -> Shard:
-        """Where a flat tensor laid out like the master holds a piece of one parameter."""
+        """Return one parameter's shard in a flat tensor with the master's layout."""
         parameter, start = self.parameters[index], self.starts[index]
         begin = max(self.begin, start)
         end = max(begin, min(self.begin + self.length, start + parameter.numel()))

@@ -22,10 +22,10 @@ class Case:
     """One run, as data that travels to the workers.
 
     Attributes:
-        loader: Which kind of loader; see `loader_of`.
-        samples: Size of the dataset.
+        loader: The kind of loader; see `loader_of`.
+        samples: The size of the dataset.
         own_sampler: Leave the sampler to the loader, as with ``use_distributed_sampler=False``.
-        save_at: Hook in which to save, and the how-manieth call of it; "afterwards" is after the run.
+        save_at: The hook in which to save, and the number of its call; "afterwards" is after the run.
         plain: Write Lightning's own file instead.
     """
 
@@ -107,7 +107,7 @@ class Stateful:
 
 
 class Uneven(Sampler[list[int]]):
-    """A batch sampler of the user's own, whose batches have several sizes; drawn from Python's generator."""
+    """A user's batch sampler, whose batches have several sizes; drawn from Python's generator."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples

@@ -1,4 +1,4 @@
-"""Runs that are interrupted and resumed: what each rank saw, batch by batch."""
+"""Runs that are interrupted and resumed, and the batches of each rank."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from nnx_test_helpers.training import digest_of
 
 @dataclass
 class Report:
-    """What one rank saw.
+    """The report of one rank.
 
     Attributes:
         batches: The sample ids of every batch, in order.
-        losses: Its loss.
-        where: Epoch and batch index of every batch.
-        validations: Number of validation batches.
-        digest: Of the weights in the end.
-        said: Warnings about resuming.
-        loaded: Samples that were loaded, where the loader works in this process.
-        saved_after: Batches before the checkpoint.
-        validations_when_saved: Validation batches before it.
+        losses: The loss of every batch.
+        where: The epoch and batch index of every batch.
+        validations: The number of validation batches.
+        digest: The digest of the final weights.
+        said: The warnings about resuming.
+        loaded: The loaded samples, if the loader works in this process.
+        saved_after: The number of batches before the checkpoint.
+        validations_when_saved: The number of validation batches before the checkpoint.
     """
 
     batches: list[Any]
@@ -49,7 +49,7 @@ class Report:
 
 
 class Dropping(LightningModule):
-    """A small model with dropout that notes what it is given."""
+    """A small model with dropout that records its batches."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def draws() -> tuple[float, ...]:
 
 
 def evaluate(case: Case) -> bool:
-    """Whether validating and testing from a checkpoint leaves random numbers as they would be without."""
+    """Return True if validating from a checkpoint draws the same random numbers as without one."""
     seen = []
     for path in (None, case.path):
         module = Dropping(replace(case, validate=1.0))
@@ -206,7 +206,7 @@ def error_of(case: Case) -> str:
 
 
 def fit_twice_with_one_loader(case: Case) -> dict[str, Any]:
-    """What becomes of a loader that the user made, and of a second fit that resumes nothing."""
+    """Report on a user's loader after a resumed fit and a second, fresh fit."""
     data = Numbers(case.samples, False)
     loader = DataLoader(data, batch_size=case.batch)
     batch_sampler, sampler = loader.batch_sampler, loader.sampler

@@ -51,7 +51,7 @@ class Counter(nn.Module):
 
 
 class Extra(Net):
-    """Has extra state, which must come back before training goes on."""
+    """Has extra state, which must be restored before training resumes."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -158,7 +158,7 @@ def cell(run: Run, step: int) -> Seen:
 
 
 def counts(run: Run) -> tuple[list[Any], dict[str, Any]]:
-    """What the extra state was at each step, and the hyperparameters in the checkpoint."""
+    """Return the extra state at each step, and the hyperparameters in the checkpoint."""
     module = Extra(run)
     trainer = make_trainer(run)
     trainer.fit(module, ckpt_path=run.resume)
@@ -168,7 +168,7 @@ def counts(run: Run) -> tuple[list[Any], dict[str, Any]]:
 
 
 def fit_with(run: Run, plugin: str | None) -> list[float]:
-    """Train, with a CheckpointIO plugin, resuming from and saving to what `run` says."""
+    """Train with a CheckpointIO plugin; resume from and save to the paths of `run`."""
     module = MODELS[run.model](run)
     plugins = [PLUGINS[plugin]()] if plugin else None
     trainer = make_trainer(run, plugins=plugins)
@@ -180,7 +180,7 @@ def fit_with(run: Run, plugin: str | None) -> list[float]:
 
 
 def error_of(run: Run, storage_options: Any = None) -> str:
-    """How resuming (or saving) fails on this rank."""
+    """Return the error of resuming or saving on this rank."""
     module = MODELS[run.model](run)
     trainer = make_trainer(run)
     try:
@@ -194,7 +194,7 @@ def error_of(run: Run, storage_options: Any = None) -> str:
 
 @dataclass
 class Read:
-    """What was read while resuming."""
+    """The reads of a resume."""
 
     whole: list[str]
     losses: list[float]
@@ -202,7 +202,7 @@ class Read:
 
 
 def resume_and_watch(run: Run) -> Read:
-    """Resume, and note which tensors were read as a whole rather than in parts."""
+    """Resume, and return the tensors that were read unsharded."""
     whole: list[str] = []
     original = storage.Checkpoint.read
 
@@ -278,7 +278,7 @@ def _with_model_checkpoint(strategy: str, devices: int, folder: str, save_last: 
 
 
 def save_weights_only(run: Run, path: str) -> dict[str, Any]:
-    """Save without optimizers, and look at what resuming from that says."""
+    """Save without optimizers, resume from that, and return the messages."""
     module = Net(run)
     trainer = make_trainer(run)
     trainer.fit(module)
@@ -294,7 +294,7 @@ def save_weights_only(run: Run, path: str) -> dict[str, Any]:
 
 
 def average(run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
-    """Train with an averaging callback; what it holds at the end and what it was given back at the start."""
+    """Train with an averaging callback; return its final weights and its weights at the start."""
     ema = EMA()
     module = Net(run)
     trainer = make_trainer(run, callbacks=[ema])

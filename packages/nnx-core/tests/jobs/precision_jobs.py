@@ -1,4 +1,4 @@
-"""Jobs about Lightning's precision plugins: what is computed in which dtype, and loss scaling."""
+"""Jobs about Lightning's precision plugins: the dtypes of a computation, and loss scaling."""
 
 from __future__ import annotations
 

@@ -23,14 +23,14 @@ mkdir '{folder}/left' && cp -r '{folder}'/hpc_ckpt_1.ckpt '{folder}/left'
 
 
 def train_under_slurm(run: Run, folder: str, signal_at: int | None) -> list[float]:
-    """Train; SLURM's signal comes to all ranks after a step.
+    """Train with a signal of SLURM, which all ranks get after a step.
 
-    The pretended ``scontrol`` keeps in ``left`` what a job that is killed there and then would leave.
+    The pretended ``scontrol`` copies the files that a job killed at that moment would leave to ``left``.
 
     Args:
-        run: What to train.
+        run: The run.
         folder: Trainer's ``default_root_dir``.
-        signal_at: After which step the signal comes; None for a job without one.
+        signal_at: The step after which the signal comes; None for a job without one.
 
     Returns:
         The losses of this job's steps.

@@ -1,4 +1,4 @@
-"""A launcher as a third party would write one: processes of this machine, by multiprocessing."""
+"""A launcher as a third party would write it: local processes by multiprocessing."""
 
 from __future__ import annotations
 

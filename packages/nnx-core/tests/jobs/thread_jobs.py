@@ -1,4 +1,4 @@
-"""A job that trains with another number of threads on each rank."""
+"""A job that trains with a different number of threads on each rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 
 def threads_of_a_run(strategy: str) -> int:
-    """How many threads this rank computes with after a run that it began with more than the one before."""
+    """Return this rank's number of threads after a run that began with a different number on each rank."""
     torch.set_num_threads(2 + int(os.environ["RANK"]))
     try:
         trainer = Trainer(

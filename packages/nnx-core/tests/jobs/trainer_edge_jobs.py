@@ -52,7 +52,7 @@ def synchronized_batch_norm(devices: int) -> dict[str, Any]:
 
 
 class Failing(Net):
-    """Raises in its second step, on the ranks it is told to."""
+    """Raises in its second step, on given ranks."""
 
     failing: tuple[int, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Jobs about single parts of the core that need several ranks: gradients, state, acting together."""
+"""Jobs about single modules of nnx_core on several ranks: gradients, state, joint errors."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def unscale(where: int) -> dict[str, float]:
 
 
 def describe_shards() -> dict[str, Any]:
-    """What `shard_of` says of every layout on this rank, and whether its views alias the tensors."""
+    """Return the result of `shard_of` for every layout on this rank, and check that its views are right."""
     made = parameters(torch.float32)
     report: dict[str, Any] = {}
     for name, (parameter, gradient) in made.items():
@@ -122,7 +122,7 @@ def describe_shards() -> dict[str, Any]:
 
 
 def fail_together(failing: dict[int, str]) -> list[str]:
-    """What a block that fails on some ranks raises on this one; then, that the group still works."""
+    """Return the error of a block that fails on some ranks, and show that the group still works."""
     errors: dict[str, Callable[[], Exception]] = {
         "value": lambda: ValueError("bad value"),
         "nnx": lambda: CheckpointError("torn.", remedy="Repair it."),
@@ -274,7 +274,7 @@ def broadcast_view_buffers() -> tuple[list[float], bool]:
 
 
 def try_what_rank_0_cannot_describe() -> str:
-    """What a rank is told when the engine cannot say, on rank 0 alone, where a parameter lies."""
+    """Return the error on a rank if the engine fails to describe a parameter on rank 0 alone."""
 
     def shard(tensor: Tensor, **_: Any) -> Any:
         if dist.get_rank() == 0:

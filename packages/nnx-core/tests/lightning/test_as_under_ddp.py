@@ -1,4 +1,4 @@
-"""What Lightning's own tests ask of a strategy, in our words, where ours once did otherwise than ``ddp``."""
+"""Requirements of Lightning's own tests, reworded, that nnx once met differently from ``ddp``."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_run_resumes_after_layers_were_unfrozen_with_the_hooks_in_ddps_order(
 
 
 def other_ways_of_resuming(folder: str) -> dict[str, Any]:
-    """What a run can begin with; the paths are ddp's and ours."""
+    """Begin a run in every possible way, from paths of ddp and of nnx, and return the results."""
     seen: dict[str, Any] = {}
     saved = trainer_with("ddp", max_epochs=1)
     saved.fit(Net(OwnConfig()))

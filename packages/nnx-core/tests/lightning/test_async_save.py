@@ -1,4 +1,4 @@
-"""``async_save=True`` through Trainer and Fabric: exact snapshots, errors at one step, nothing lost."""
+"""``async_save=True`` with Trainer and Fabric: exact snapshots, errors at one step, no lost save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building strategies: which options they take, and what wrong ones and wrong targets are told."""
+"""Building strategies: accepted options, and the errors for wrong options and wrong targets."""
 
 from __future__ import annotations
 

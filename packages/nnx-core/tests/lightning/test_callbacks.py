@@ -1,4 +1,4 @@
-"""The callbacks for Lightning's own strategies: who gets them, and that they travel to spawned processes."""
+"""The callbacks for Lightning's own strategies: the runs that get them, and spawned processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's own `ddp`, the reference of what users are used to, keeps the promises it can."""
+"""Lightning's own `ddp`, the reference for users, keeps all guarantees that it can."""
 
 from __future__ import annotations
 

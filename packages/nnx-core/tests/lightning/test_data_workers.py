@@ -1,4 +1,4 @@
-"""Data workers are seeded by the share of the data that their process reads."""
+"""Data workers are seeded by their process's share of the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watch names the first thing that differs over the ranks, and the rank; what may differ is left."""
+"""The divergence check names the first value that differs over the ranks, and the rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAULTY_RANK = 2
 
 
 class Net(LightningModule):
-    """A model with all that the watch looks at, and statistics that differ over the ranks rightly."""
+    """A model with all values that the divergence check compares, and statistics that may differ."""
 
     def __init__(self) -> None:
         super().__init__()

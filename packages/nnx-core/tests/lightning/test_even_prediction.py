@@ -1,4 +1,4 @@
-"""Ranks that have a batch less to predict than others take part in every collective forward."""
+"""Ranks with one batch less to predict than others take part in every collective forward."""
 
 from __future__ import annotations
 

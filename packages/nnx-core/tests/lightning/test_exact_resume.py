@@ -1,4 +1,4 @@
-"""A run that is interrupted anywhere and resumed goes on as if nothing had happened, on every rank."""
+"""A run that is interrupted anywhere and resumed equals an uninterrupted run, on every rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS: dict[str, Any] = {"epochs": None, "steps": 22}
 
 
 def assert_continued(whole: Report, resumed: Report) -> None:
-    """The resumed run saw, computed and validated what the whole one did after its checkpoint."""
+    """Check that the resumed run saw, computed and validated the same as the other after its checkpoint."""
     after = whole.saved_after
     assert 0 <= after < len(whole.batches)
     assert resumed.batches == whole.batches[after:]

@@ -1,4 +1,4 @@
-"""Who holds the weights when a run is over: every rank, rank 0, or nobody; and what can be done then."""
+"""The weights at the end of a run: on every rank, on rank 0 or on no rank, and their uses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _attempt(action: Any) -> Any:
 
 
 def run(strategy: str, gather: str, folder: str) -> dict[str, Any]:
-    """Fit, then save, test, test with a checkpoint and fit again, each with what came of it."""
+    """Fit, then save, test, test with a checkpoint and fit again; return the result of each."""
     module = Net(Run(strategy))
     trainer = _trainer(strategy, gather, steps=3)
     trainer.fit(module)

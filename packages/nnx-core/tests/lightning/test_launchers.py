@@ -1,4 +1,4 @@
-"""Launchers: found by their names, refused with a remedy, and what a run brings back from one."""
+"""Launchers are found by name or refused with a remedy, and return a run's results."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Ways of starting processes, each from a script as a user would write it.
 
-A launch takes as long as dozens of other tests. That Lightning starts the processes of a plain script is
-tried here with the other copy of Lightning and under the command line, by `tests/test_main_job.py`, and by
-the check `launched_by_lightning` of each engine.
+A launch takes as long as dozens of other tests. The start of a plain script by Lightning is tested here with
+the other copy of Lightning and under the command line, in `tests/test_main_job.py`, and by the check
+`launched_by_lightning` of each engine.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ Launch = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """Write a script, start it, and read what each rank reported."""
+    """Write a script, start it, and return the report of each rank."""
 
     def run(
         body: str,
@@ -118,7 +118,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
 @pytest.fixture(scope="module")
 def check() -> Callable[..., None]:
-    """Compare what the ranks reported with three steps of plain PyTorch."""
+    """Compare the reports of the ranks with three steps of plain PyTorch."""
     torch.manual_seed(1)
     layers = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
     inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(2))

@@ -1,4 +1,4 @@
-"""`nnx.load_from_checkpoint`: models and data modules out of checkpoints, without a Trainer."""
+"""`nnx.load_from_checkpoint`: models and data modules from checkpoints, without a Trainer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Named(LightningModule):
 
 
 class Renamed(LightningModule):
-    """What `Named` became: its layer has another name now."""
+    """`Named` with another name for its layer."""
 
     def __init__(self, conf: Any) -> None:
         super().__init__()
@@ -355,7 +355,7 @@ class Sizes:
 
 
 class Configured(LightningModule):
-    """What LightningCLI builds: its arguments are typed."""
+    """A module as LightningCLI builds it: its arguments are typed."""
 
     def __init__(
         self,

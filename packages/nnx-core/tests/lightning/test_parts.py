@@ -1,4 +1,4 @@
-"""Single parts of the core on several ranks: gradients, shards, buffers, optimizers, acting together."""
+"""Single modules of nnx_core on several ranks: gradients, shards, buffers, optimizers, joint errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every precision string of Lightning that a CPU can compute, and loss scaling over several ranks."""
+"""Every precision string of Lightning that a CPU supports, and loss scaling over several ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PRECISIONS: dict[str, tuple[str, str, str, float]] = {
 
 @pytest.fixture(scope="module")
 def exact(pool: WorkerPool) -> dict[str, Any]:
-    """One process in double precision: what every other run approximates."""
+    """The reference of all runs: one process in double precision."""
     return _run(pool, "64-true", 1)[0]
 
 

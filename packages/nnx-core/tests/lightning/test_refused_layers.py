@@ -1,4 +1,4 @@
-"""Layers and writes that would train other numbers are refused on every rank, by name."""
+"""Layers and writes that would change the numbers are refused on every rank, by name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from nnx_fsdp.weights import Weights
 
 
 class Net(LightningModule):
-    """Linear layers, and one habit that is refused.
+    """Linear layers, and one user pattern that is refused.
 
     Args:
-        habit: Which.
+        habit: The user pattern.
     """
 
     def __init__(self, habit: str) -> None:
@@ -59,7 +59,7 @@ class Net(LightningModule):
 
 
 def fit(strategy: str, habit: str, options: Mapping[str, Any], mended: bool) -> str:
-    """Train; what the run was refused with, if it was."""
+    """Train; return the refusal of the run, if any."""
     torch.manual_seed(1)
     trainer = Trainer(
         strategy=nnx.strategy(strategy, **options),

@@ -1,4 +1,4 @@
-"""Random state and data position of a run that is resumed with another number of processes, and in Fabric."""
+"""Random state and data position after a resume with another number of processes, and with Fabric."""
 
 from __future__ import annotations
 

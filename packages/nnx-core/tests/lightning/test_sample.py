@@ -1,4 +1,4 @@
-"""What engines that trace get to see: declared inputs, or the call that the running stage's step makes."""
+"""The sample inputs of tracing engines: declared inputs, or the call from the running stage's step."""
 
 from __future__ import annotations
 

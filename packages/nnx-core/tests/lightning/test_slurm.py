@@ -1,4 +1,4 @@
-"""SLURM's requeue signal: what is saved for it is on disk before the job asks to be ended."""
+"""SLURM's requeue signal: the checkpoint is on disk before the job asks to be ended."""
 
 from __future__ import annotations
 

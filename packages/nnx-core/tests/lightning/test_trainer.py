@@ -1,4 +1,4 @@
-"""What the Trainer adapter promises, on real processes, against one plain process."""
+"""The guarantees of the Trainer adapter, on real processes, against one plain process."""
 
 from __future__ import annotations
 

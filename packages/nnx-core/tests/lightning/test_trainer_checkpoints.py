@@ -1,4 +1,4 @@
-"""Checkpoints through Trainer: what users' hooks, callbacks and plugins see, and what other models get."""
+"""Checkpoints with Trainer: users' hooks, callbacks and plugins, and loading into other models."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_strict_loading_can_be_turned_off(pool: WorkerPool, saved: str) -> None:
 
 
 def saved_file(pool: WorkerPool, saved: str) -> str:
-    """The same step as a plain file of Lightning's."""
+    """Return the same step as a plain Lightning file."""
     path = str(Path(saved).with_name("half-plain.ckpt"))
     if not Path(path).exists():
         pool.run(fit_with, replace(ALONE, steps=HALF, save=path), None, world_size=1)

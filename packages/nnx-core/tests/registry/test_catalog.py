@@ -134,7 +134,7 @@ def test_an_installed_distribution_of_the_catalog_provides_exactly_its_names(ins
 
 
 def _plugin_of(project):
-    """The source of what a distribution's entry point names; empty if it has none."""
+    """Return the source of a distribution's entry point; empty if it has none."""
     found = re.search(r"^\[project.entry-points.nnx\]\n\w+ = \"([\w.]+)\"", project.read_text(), re.MULTILINE)
     if found is None:
         return ""

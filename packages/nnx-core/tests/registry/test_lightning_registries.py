@@ -1,4 +1,4 @@
-"""What Lightning's Trainer and Fabric see, in all four of its module trees."""
+"""The names in the registries of Trainer and Fabric, in all four module trees of Lightning."""
 
 import importlib
 import pickle

@@ -1,4 +1,4 @@
-"""What users of every front end read about a name that is misspelt, not installed or of the past."""
+"""The errors of every front end for a name that is misspelt, not installed or removed."""
 
 from __future__ import annotations
 

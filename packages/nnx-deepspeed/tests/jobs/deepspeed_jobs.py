@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of nnx-deepspeed."""
+"""Jobs of the tests of nnx-deepspeed."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ class Frozen(Net):
 
 
 class Pooled(Net):
-    """Has a layer that no step uses, and one that some do; user code looks at gradients.
+    """A module with a layer that no step uses, and one that some steps use; user code looks at gradients.
 
     Args:
-        run: How it is trained.
-        uses: Which steps use the second one.
+        run: The training settings.
+        uses: True for each step that uses the second layer.
     """
 
     def __init__(self, run: Run, uses: Sequence[bool]) -> None:
@@ -142,7 +142,7 @@ class Returning(Pooled):
 
 
 def leave_parameters_out(run: Run) -> tuple[list[bool], dict[str, Tensor], list[str]]:
-    """Where a gradient was seen, all weights at the end, and the names of what has optimizer state."""
+    """Return the steps with a gradient, the final weights, and the parameters with optimizer state."""
     module = Pooled(run, (True, False, run.optimizer == "sgd"))
     trainer = make_trainer(run)
     trainer.fit(module)
@@ -276,7 +276,7 @@ def clamp(run: Run) -> tuple[list[float], float]:
 
 
 class Masters(Callback):
-    """Looks at the masters before the first step, and at what the module has then."""
+    """Records the masters before the first step, and the module's parameters at that time."""
 
     def __init__(self) -> None:
         self.exact = self.rounded = False
@@ -295,7 +295,7 @@ class Masters(Callback):
 
 
 def masters(run: Run) -> tuple[bool, bool]:
-    """Whether masters begin as exact as the weights were, and whether the module computes in bfloat16."""
+    """Return True if the masters begin exact, and True if the module computes in bfloat16."""
     callback = Masters()
     make_trainer(run, callbacks=[callback]).fit(Net(run))
     return callback.exact, callback.rounded

@@ -1,4 +1,4 @@
-"""What ranks do with directories that DeepSpeed itself saved, under Lightning's own DeepSpeedStrategy."""
+"""Jobs on directories that DeepSpeed itself saved, under Lightning's own DeepSpeedStrategy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Native(LightningModule):
 
 
 def resume_native(name: str, run: Run) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of a run that goes on from one of the directories, and the trained weights at its end."""
+    """Return the losses of a run that resumes from one of the directories, and its final trained weights."""
     module = Native()
     make_trainer(run).fit(module, ckpt_path=FIXTURES / "deepspeed" / name)
     return module.losses, {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}

@@ -1,4 +1,4 @@
-"""Plain loops over fairscale's engines, without Lightning, and over torch's DDP."""
+"""Plain loops over fairscale's engines and over torch's DDP, without Lightning."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Loop:
-    """What to train with.
+    """The settings of a training.
 
     Attributes:
-        engine: ``fsdp``, ``oss``, ``sharded`` or ``ddp``.
-        options: Of the engine.
-        wrap: Which ``wrap()`` marks the layers as units, ``torch``'s or ``fairscale``'s.
+        engine: The engine: ``fsdp``, ``oss``, ``sharded`` or ``ddp``.
+        options: The options of the engine.
+        wrap: The origin of ``wrap()``, which marks the layers as units: ``torch`` or ``fairscale``.
     """
 
     engine: str
@@ -191,7 +191,7 @@ def _wrap_layers(module: Net, kind: str) -> None:
 
 
 def patched_names() -> tuple[bool, bool, bool]:
-    """Whether the shim is in place before, while and after a backend is set up, seen at all three places."""
+    """Return True if the shim is in place before, while and after a backend is set up."""
     import fairscale.internal.reduce_scatter_bucketer as bucketer
     import fairscale.nn.data_parallel.fully_sharded_data_parallel as fsdp
 

@@ -1,4 +1,4 @@
-"""Programs that use fairscale 0.4.13 itself, without nnx's strategies, and save what such programs saved."""
+"""Programs that use fairscale 0.4.13 itself, without nnx's strategies, and save checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODELS["whole"] = Whole
 
 
 def save_oss(path: str) -> list[float]:
-    """Save what stock Lightning has trained with OSS, which it consolidates; the losses of a longer run."""
+    """Save a model that stock Lightning trained with OSS, consolidated; return the losses of a longer run."""
     run = Run(strategy="ddp", steps=STEP)
     module = Sharded(run)
     trainer = make_trainer(run)

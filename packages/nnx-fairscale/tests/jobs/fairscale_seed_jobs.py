@@ -1,4 +1,4 @@
-"""Programs that were written for lightning-fairscale, as its users wrote them, and what its arguments do."""
+"""Programs written for lightning-fairscale by its users, and the effects of its arguments."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _batches() -> DataLoader[Any]:
 
 
 def settings_of(options: dict[str, Any]) -> dict[str, Any]:
-    """What fairscale's FSDP was given for the root of a model, and how it was laid out."""
+    """Return the arguments of fairscale's FSDP for the root of a model, and the resulting layout."""
     backend: Any = make_backend(Loop("fsdp", options))
     backend.setup(ParallelContext(device=torch.device("cpu")))
     module = Net()

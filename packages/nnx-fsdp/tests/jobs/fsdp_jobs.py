@@ -1,4 +1,4 @@
-"""Jobs that look inside a model while FSDP has it laid out."""
+"""Jobs that look inside a model while FSDP shards it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Look(Callback):
-    """Notes what the model looks like in the middle of training."""
+    """Records the layout of the model in the middle of training."""
 
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {}
@@ -47,7 +47,7 @@ def describe(module: nn.Module) -> dict[str, Any]:
 
 
 def train_and_look(run: Run) -> tuple[Outcome, dict[str, Any]]:
-    """Train as described and report what the model looked like."""
+    """Train as described, and return the outcome and the model's layout."""
     look = Look()
     return train(run, module=MODELS[run.model](run), callbacks=[look]), look.seen
 
@@ -162,7 +162,7 @@ MODELS |= {
 
 
 def count_calls(run: Run) -> tuple[Outcome, int]:
-    """How many block forwards a run took."""
+    """Return the outcome of a run, and the number of its block forwards."""
     module = Counting(run)
     return train(run, module=module), module.calls[0]
 
@@ -232,7 +232,7 @@ def counting_compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -
 
 
 def count_compilations(run: Run) -> tuple[Outcome, int]:
-    """How many graphs a run compiled."""
+    """Return the outcome of a run, and the number of compiled graphs."""
     compilations.clear()
     torch._dynamo.reset()
     return train(run), len(compilations)

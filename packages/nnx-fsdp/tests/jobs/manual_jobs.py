@@ -1,4 +1,4 @@
-"""Jobs of manual optimization: steps that call forward, backward and optimizers in an order of their own."""
+"""Jobs of manual optimization: steps that call forward, backward and optimizers in their own order."""
 
 from __future__ import annotations
 

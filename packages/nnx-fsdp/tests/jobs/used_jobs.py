@@ -18,13 +18,13 @@ class Swapped(Routed):
     """Each rank uses one of two experts, one parameter without a dimension, and nobody uses the last."""
 
     def build(self) -> None:
-        """Beside the experts, what is never used and what cannot be sharded."""
+        """Make the experts, an unused layer and a layer that cannot be sharded."""
         super().build()
         self.never = nn.Linear(WIDTH, WIDTH)
         self.scales = nn.ParameterList(torch.tensor(1.0) for _ in range(2))
 
     def experts(self, x: Tensor, hidden: Tensor) -> Tensor:
-        """Scaled by what belongs to the expert."""
+        """Return the result scaled by the expert's own parameter."""
         out = super().experts(x, hidden)
         for sign, scale in zip((1, -1), self.scales, strict=True):
             rows = (sign * x[:, 0] > 0)[:, None]
@@ -33,7 +33,7 @@ class Swapped(Routed):
         return out
 
     def on_after_backward(self) -> None:
-        """What no rank used has no gradient, so that no optimizer changes it."""
+        """Check that a parameter that no rank used has no gradient, so that no optimizer changes it."""
         assert self.never.weight.grad is None
 
 
@@ -82,7 +82,7 @@ def train(strategy: str, options: dict[str, Any], model: type[Routed], **setting
 
 
 def refuse(strategy: str, options: dict[str, Any], model: type[Routed] = BlocksByChoice) -> str:
-    """What the error says on this rank."""
+    """Return the error on this rank."""
     try:
         train(strategy, options, model)
     except UnsupportedError as error:

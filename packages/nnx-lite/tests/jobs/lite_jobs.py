@@ -1,6 +1,6 @@
-"""Jobs that train with Lite: converted loops, and checkpoints that go to Trainer and back.
+"""Jobs that train with Lite: converted loops, and checkpoints that Trainer resumes and that Lite resumes.
 
-Every loop reads the same global batches in order, so that its losses can be compared with one plain process.
+Every loop reads the same global batches in order, so that its losses equal those of one plain process.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def share_of(strategy: Any) -> dict[str, int]:
-    """Which part of the data a rank reads: ranks that work on one batch together read the same."""
+    """Return this rank's share of the data; ranks that compute one batch together have the same share."""
     return getattr(strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
 
 
@@ -105,11 +105,11 @@ def run_stage(name: str, strategy: str, devices: int, epochs: int) -> list[float
 
 
 def run_blocks(blocks: list[tuple[str, str]], folder: str) -> str:
-    """Run pieces of code in one namespace, in a folder; returns what they print.
+    """Run blocks of code in one namespace, in a folder, and return their output.
 
     Args:
-        blocks: Where each stands, and the code.
-        folder: Working directory, the same for all ranks.
+        blocks: The position and the code of each block.
+        folder: The working directory, the same for all ranks.
     """
     sys.modules.pop("__main_of_page__", None)
     namespace: dict[str, Any] = {"__name__": "__main_of_page__"}
@@ -226,9 +226,9 @@ def trainer(
     save: str | None = None,
     resume: str | None = None,
 ) -> Seen:
-    """Train under Trainer, from the start or from a checkpoint of Lite's after as many steps.
+    """Train under Trainer, from the start or from a checkpoint of Lite after some steps.
 
-    Lite's does not say where in the data it was: the module skips what its loop has seen.
+    Lite's checkpoint has no position in the data, so the module skips the batches that its loop has seen.
     """
     import nnx
 

@@ -1,4 +1,4 @@
-"""What goes wrong in distributed loops, and how it is written with Lite. Each job runs on every rank."""
+"""Pitfalls of distributed loops, and the solution with Lite. Each job runs on every rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE = 5.0
 
 
 def patient(strategy: str) -> Any:
-    """A strategy whose collectives give up soon."""
+    """Return a strategy whose collectives time out soon."""
     if strategy == "ddp":
         return DDPStrategy(timeout=timedelta(seconds=PATIENCE))
     return nnx.strategy(strategy, namespace="lightning.fabric", timeout=PATIENCE)
@@ -44,7 +44,7 @@ def run_patiently(lite_class: str, strategy: str, *arguments: Any) -> Any:
 
 
 def ready() -> bool:
-    """Whether this worker has imported what the jobs need, which may take longer than they wait."""
+    """Return True when this worker has imported the jobs' modules, which may exceed their timeout."""
     return True
 
 
@@ -56,7 +56,7 @@ def wait_for(path: Path) -> None:
 
 
 def error_of(action: Callable[[], Any]) -> str:
-    """What an action raises, as text; empty if nothing."""
+    """Return the error of an action as text; empty if there is none."""
     try:
         action()
     except Exception as error:
@@ -68,7 +68,7 @@ def error_of(action: Callable[[], Any]) -> str:
 
 
 class Diverging(LightningLite):
-    """Only rank 0 enters a collective; the other goes on with work of its own."""
+    """Only rank 0 enters a collective; the other continues with its own work."""
 
     def run(self, folder: str) -> str:
         done = Path(folder) / f"{type(self.strategy).__name__}.txt"
@@ -181,7 +181,7 @@ class Download(LightningLite):
 
 
 class Large(LightningLite):
-    """A model made without memory; what each rank holds of it, and what it computes."""
+    """A model made without memory; returns each rank's elements of it, and its results."""
 
     def run(self) -> dict[str, Any]:
         with self.init_module(empty_init=True):
@@ -199,7 +199,7 @@ class Large(LightningLite):
 
 
 class Whole(LightningLite):
-    """How much of a model each rank holds when it is made as usual."""
+    """The number of a model's elements on each rank, for a model made as usual."""
 
     def run(self) -> int:
         module = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 6))

@@ -1,6 +1,6 @@
-"""The defects that were reproduced in Microsoft's integration, each as a promise of this one.
+"""The defects that were reproduced in Microsoft's integration are absent here.
 
-In the order of `shared/facts/nnscaler.md` §5. Tests that are not about programs share those that are there.
+The order is that of `shared/facts/nnscaler.md` §5. Tests that are not about programs share compiled ones.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ EVERY = pytest.mark.parametrize("name", NAMES)
 
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
-    """Of a strategy that makes its programs anew."""
+    """Return options of a strategy that compiles new programs."""
     return {"gen_savedir": str(tmp_path / "gen")}
 
 
 @pytest.fixture(scope="module")
 def sharing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of strategies that find the programs of the tests before, for modules and plans that are the same."""
+    """Return options of strategies that reuse the programs of earlier tests, for equal modules and plans."""
     return {"gen_savedir": str(tmp_path_factory.mktemp("gen"))}
 
 
 @cache
 def alone(pool: WorkerPool, **settings: Any) -> dict[str, Any]:
-    """What one plain process computes."""
+    """Return the result of one plain process."""
     return pool.run(_losses, ALONE, 1, settings, world_size=1)[0]
 
 
 @cache
 def evaluated_alone(pool: WorkerPool, job: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """What a job of one plain process reports."""
+    """Return the report of a job in one plain process."""
     return pool.run(job, ALONE, 1, world_size=1)[0]
 
 
 def together(pool: WorkerPool, strategy: Strategy, devices: int = 2, **settings: Any) -> list[dict[str, Any]]:
-    """What each rank computes."""
+    """Return the result of each rank."""
     return pool.run(_losses, strategy, devices, settings, world_size=devices)
 
 

@@ -1,7 +1,7 @@
 """Every model has the losses of one process under every policy.
 
-Every policy is tried with every model on 2 and on 4 processes, by default in turns (see `turns`). What
-replicas compute by themselves, batch statistics and dropout, is held against Lightning's ddp.
+Every policy runs with every model on 2 and on 4 processes, by default in rotation. Batch statistics and
+dropout, which replicas compute separately, are compared with Lightning's ddp.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 REPLICATED = ("dp", "zero")
 OF_EACH_REPLICA = ("cnn", "gpt")
-"""Models whose replicas do not compute what one process does on the whole batch."""
+"""Models whose replicas compute different results from one process on the whole batch."""
 Losses = tuple[list[float], list[float]]
 
 
 class References:
-    """What one process and ddp compute, once for each model."""
+    """The results of one process and of ddp, computed once for each model."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self.pool = pool

@@ -1,6 +1,6 @@
 """Every model under every policy in float64, where rounding cannot hide an error: 2, 4 and 8 ranks.
 
-Outputs, every gradient and every buffer of a unit's program against the plain module; the ranks are threads.
+Outputs, all gradients and all buffers of a unit's program equal the plain module's. The ranks are threads.
 """
 
 import dataclasses

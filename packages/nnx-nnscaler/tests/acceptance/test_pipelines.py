@@ -1,6 +1,6 @@
-"""Every schedule of a pipeline has the losses of one process, in every shape of a world.
+"""Every schedule of a pipeline has the losses of one process, for every shape of the world.
 
-By default some combinations are tried, in turns (see `turns`).
+By default some combinations run, in rotation.
 """
 
 from __future__ import annotations

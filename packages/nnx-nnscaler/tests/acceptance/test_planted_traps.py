@@ -1,4 +1,4 @@
-"""What tracing loses or mistakes without a word is right here."""
+"""Models that tracing silently gets wrong elsewhere train right here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STRATEGIES: dict[str, Strategy] = {
 def trained(
     pool: WorkerPool, policy: str, model: str, tmp_path: Path
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What one process and each of two ranks saw."""
+    """Return the reports of one process and of each of two ranks."""
     name, options = STRATEGIES[policy]
     strategy = (name, {**options, "gen_savedir": str(tmp_path)})
     (expected,) = pool.run(train_planted, ("auto", {}), 1, model, world_size=1)

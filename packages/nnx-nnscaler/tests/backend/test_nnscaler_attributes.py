@@ -1,4 +1,4 @@
-"""Which attributes a program stands for the values of."""
+"""The attributes whose values a program fixes."""
 
 from __future__ import annotations
 

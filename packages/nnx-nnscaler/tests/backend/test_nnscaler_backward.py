@@ -1,4 +1,4 @@
-"""What the engine does around backward, and with statistics that modules share, in real processes."""
+"""The engine's work around backward, and statistics that modules share, in real processes."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""The device never holds the whole model: not while it is laid out, and not while it is given back."""
+"""The device never holds the unsharded model, neither during setup nor when the model is returned."""
 
 from unittest import mock
 
@@ -26,10 +26,10 @@ LARGEST = WIDTH * WIDTH * 4
 
 
 class Live(TorchDispatchMode):
-    """The peak of the bytes that live at a time, of all tensors that any operator met or made.
+    """The peak of the live bytes of all tensors that any operator read or made.
 
     Args:
-        module: What the user holds before does not count.
+        module: The user's module; its parameters do not count.
     """
 
     def __init__(self, module=None):
@@ -50,7 +50,7 @@ class Live(TorchDispatchMode):
         return result
 
     def to_host(self, *args, move=storage._on_host):
-        """What is in host memory does not count either."""
+        """Exclude a tensor that moves to host memory."""
         moved = move(*args)
         self._apart.add(StorageWeakRef(moved.untyped_storage()))
         return moved
@@ -156,7 +156,7 @@ def two_layers():
 @pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("build", "kept"), [(two_layers, []), (Mixture, ["experts"])])
 def test_what_is_built_on_meta_is_planned_as_what_has_values(pool, tmp_path, build, kept):
-    """What depends on values needs them for its trace, and gets them."""
+    """Tracing of value-dependent modules gets real values."""
     outcomes = pool.run(
         plan_what_is_on_meta, build, str(tmp_path), world_size=2, init="gloo", timeout=DEADLINE
     )

@@ -1,4 +1,4 @@
-"""What float32 masters keep."""
+"""Float32 masters: their values and their state."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_the_number_of_kernels_for_masters_does_not_grow_with_the_number_of_para
 
 
 def one_by_one(half, copy):
-    """What a copy is when its parameter is lent."""
+    """Return the float32 master of a half-precision parameter."""
     return torch.where(copy.to(half.dtype) == half, copy, half.float())
 
 

@@ -1,4 +1,4 @@
-"""Options of the nnscaler strategies and `ComputeConfig`: every field means something or is refused."""
+"""Options of the nnscaler strategies and `ComputeConfig`: every field has an effect or is refused."""
 
 from __future__ import annotations
 

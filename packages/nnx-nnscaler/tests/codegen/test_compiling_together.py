@@ -1,4 +1,4 @@
-"""One rank compiles for all: the same program everywhere, and its errors on every rank."""
+"""One rank compiles for all: every rank has the same program, and gets its errors."""
 
 from unittest import mock
 
@@ -34,7 +34,7 @@ def build():
 
 
 def train_and_evaluate():
-    """Outputs of programs on parts, in training and in evaluation, and what one process computes."""
+    """Return outputs of sharded programs, in training and in evaluation, and the results of one process."""
     torch.set_num_threads(1)
     module, own, group = build(), build(), dist.group.WORLD
     runtime = Runtime(GroupCommunicator(group))
@@ -74,7 +74,7 @@ def test_every_rank_runs_the_program_that_the_first_one_compiled(pool):
 
 
 class Hooked(nn.Module):
-    """A layer that has to stay whole, between two that are stored in parts."""
+    """A layer that has to be replicated, between two that are sharded."""
 
     def __init__(self):
         super().__init__()
@@ -88,7 +88,7 @@ class Hooked(nn.Module):
 
 
 def evaluate_in_parts(folder):
-    """Programs of a unit whose device has no memory for another whole model."""
+    """Return programs of a unit whose device has no memory for a second unsharded model."""
     torch.manual_seed(0)
     module, x = Hooked(), torch.randn(4, 8)
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_evaluation_is_planned_in_parts_where_there_is_no_memory_for_the_whole(p
 
 
 def fail(where):
-    """What each rank is told when compilation fails, or when the modules differ."""
+    """Return the error of each rank if compilation fails, or if the modules differ."""
     module = build()
     if where == "module" and dist.get_rank() == 1:
         module.blocks[0].mlp[1] = nn.ReLU()

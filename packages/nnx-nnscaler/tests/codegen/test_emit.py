@@ -1,4 +1,4 @@
-"""What emitted code looks like: readable, the same everywhere, and safe from its own names."""
+"""Generated code is readable, equal on all ranks, and free of name clashes."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Every operator that has a spelling of its own means the same in it."""
+"""Operators with their own syntax in generated code keep their meaning."""
 
 import re
 

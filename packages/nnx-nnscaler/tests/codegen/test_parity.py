@@ -1,4 +1,4 @@
-"""Programs compute what the modules compute, where rounding cannot hide an error."""
+"""Programs compute the results of the modules, where rounding cannot hide an error."""
 
 import dataclasses
 

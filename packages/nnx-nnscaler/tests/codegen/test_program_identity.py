@@ -1,4 +1,4 @@
-"""What a kept program was made from besides the model: one for another machine is never used again."""
+"""The inputs of a stored program besides the model: a program for another machine is never reused."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def kept_at(savedir, *, device="cpu", hardware=MEASURED):
 
 @pytest.fixture
 def limit(monkeypatch):
-    """Sets what `_memory_limit` finds on the device."""
+    """Sets the device memory that `_memory_limit` finds."""
 
     def set_limit(found):
         monkeypatch.setattr(compilation, "_memory_limit", lambda options, device: found)

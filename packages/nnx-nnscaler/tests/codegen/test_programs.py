@@ -1,4 +1,4 @@
-"""Programs stand in for a module's forward: each call gets the one that fits, or the module's own forward."""
+"""Programs replace a module's forward: each call gets the matching program, or the module's own forward."""
 
 import copy
 import dataclasses

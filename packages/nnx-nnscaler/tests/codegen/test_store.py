@@ -1,4 +1,4 @@
-"""The folder of emitted programs keeps what is whole, and refuses the rest."""
+"""The folder of generated programs keeps complete files, and refuses others."""
 
 import json
 import threading

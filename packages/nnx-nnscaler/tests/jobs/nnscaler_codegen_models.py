@@ -1,4 +1,4 @@
-"""Small models that show what graphs of real ones look like, for tests of emitted code."""
+"""Small models with graphs like those of real ones, for tests of generated code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Jobs that show whether a defect of Microsoft's integration is one here.
+"""Jobs that show the presence or absence of a defect of Microsoft's integration.
 
 Each runs as the ranks of one training and returns plain data. The model is small on purpose, and its loss
-after a step tells one set of weights from another.
+after a step identifies a set of weights.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Reaching(Small):
 
 
 class Branching(Small):
-    """Cannot be traced: what it computes depends on values."""
+    """A module that cannot be traced, because its computation depends on values."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.sum() > -1e9 else x
@@ -155,7 +155,7 @@ def fit_and_evaluate(strategy: Strategy, devices: int) -> dict[str, list[float]]
 
 
 def losses_of(strategy: Strategy, devices: int, model: str = "Small", **settings: Any) -> dict[str, Any]:
-    """Train one of the models, and show what became of it."""
+    """Train one of the models, and return the results."""
     trained = {key: settings.pop(key) for key in ("seed", "samples", "optimizer") if key in settings}
     resume = settings.pop("resume", None)
     save = settings.pop("save", None)

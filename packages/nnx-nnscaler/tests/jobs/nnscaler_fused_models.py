@@ -1,4 +1,4 @@
-"""Two small transformers whose projections are fused, in the two ways in which that is written."""
+"""Two small transformers with fused projections, in the two usual forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a traced graph operator by operator on whole tensors: what a graph means, without plan or code."""
+"""An interpreter that runs a traced graph operator by operator on unsharded tensors, without plan or code."""
 
 import contextlib
 import sys
@@ -65,7 +65,7 @@ def check_inputs(graph, values, symbols):
 
 
 def check_output(op, made, symbols):
-    """What the graph says of a result is true of it."""
+    """Check a result's shape and dtype against the graph."""
     metas = op.output if isinstance(op.output, tuple) else (op.output,)
     results = list(made.values()) if isinstance(made, dict) else made
     results = [results] if isinstance(results, torch.Tensor) else results

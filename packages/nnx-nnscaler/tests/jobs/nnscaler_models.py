@@ -1,6 +1,6 @@
 """Models that nnx-nnscaler has to train as one process does, and the job that trains one of them.
 
-Each is a LightningModule as users write them, small enough that tracing it takes most of the time.
+Each is a LightningModule as users write them, so small that tracing takes most of the time.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Batches(Dataset[Batch]):
 
 
 class Model(LightningModule):
-    """What all have in common: data, AdamW, and losses averaged over the ranks.
+    """The common base of all models: data, AdamW, and losses averaged over the ranks.
 
     Args:
-        steps: Global batches to make.
+        steps: The number of global batches.
     """
 
     seeded = False
-    """Whether training draws random numbers, from a seed that each step sets."""
+    """True if training draws random numbers, from a seed that each step sets."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class GPT(Model):
 
 
 class PlainGPT(GPT):
-    """Without dropout, so that replicas compute what one process does."""
+    """A GPT without dropout, so that replicas compute the results of one process."""
 
     seeded = False
     dropout = 0.0

@@ -1,4 +1,4 @@
-"""Runs of models that ask in which modes they compute, or for values that change."""
+"""Runs of models that read the modes of their computation, or values that change."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Asking(LightningModule):
         return self(batch[0]).square().mean()
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
-        """Keeps what comes out."""
+        """Record the result."""
         self.out: Tensor = self(batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -85,7 +85,7 @@ def _programs(trainer: Any, module: Asking) -> dict[str, Any]:
 
 
 FACTORS = [1.0]
-"""What a forward reads of its module's globals."""
+"""A global of the module that a forward reads."""
 
 
 class Factors:
@@ -99,8 +99,8 @@ class Reading(LightningModule):
     """Multiplies by a number that a callback changes after each step.
 
     Args:
-        place: Where the number is.
-        factor: What it is in the first step.
+        place: The place of the number.
+        factor: The number in the first step.
     """
 
     def __init__(self, place: str, factor: float) -> None:
@@ -139,7 +139,7 @@ class Reading(LightningModule):
         return loss  # type: ignore[no-any-return]
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Add one to the number, wherever it is."""
+        """Add one to the number."""
         FACTORS[0] += 1
         self.hparams["factor"] += 0 if self.hparams["place"] == "trainer" else 1
         self.table["factor"][0] += 1

@@ -185,7 +185,7 @@ class LossBesideResult(Branches):
 
 
 class Penalized(Deep):
-    """A loss over what a mask leaves, and a penalty of weights."""
+    """A loss over masked values, and a penalty of weights."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y, mask = self.layers(x), (x[:, 0] > 0).to(x.dtype)
@@ -262,7 +262,7 @@ def counting_turns() -> Iterator[list[str]]:
 
 
 def losses_in_turns(case: Case) -> tuple[list[float], list[float], int]:
-    """What `losses_of` returns, and how many steps have gone forward and back in turns."""
+    """Return the result of `losses_of`, and the number of steps that interleaved forward and backward."""
     with counting_turns() as turns:
         return *losses_of(case), len(turns)
 
@@ -325,7 +325,7 @@ def loop_of_ones_own(schedule: str, folder: str) -> tuple[list[float], int]:
 
 
 def held_microbatches(folder: str, schedule: str, microbatches: int, in_step: bool) -> int:
-    """How many microbatches this rank had activations of at the same time, at most."""
+    """Return the maximum number of microbatches whose activations this rank held at the same time."""
     most = 0
     original = Turns._forward
 
@@ -350,7 +350,7 @@ def held_microbatches(folder: str, schedule: str, microbatches: int, in_step: bo
 
 
 class Bytes(Callback):
-    """Counts what a rank stores of parameters, gradients and optimizer state, but for counters of steps."""
+    """Counts the bytes of a rank's parameters, gradients and optimizer state, except step counters."""
 
     found = 0
 
@@ -392,7 +392,7 @@ def stored_and_predicted(
 def planned_losses_with(
     folder: str, strategy: str, options: dict[str, Any], width: int = 8
 ) -> tuple[list[float], str, str]:
-    """Losses, what the first line of the run says of the plan, and the error that came instead."""
+    """Return losses, the plan in the first log line of the run, and the error that came instead."""
     module = Deep()
     if width != 8:
         module.layers[0] = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8))

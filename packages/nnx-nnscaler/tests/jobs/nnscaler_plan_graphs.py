@@ -1,4 +1,4 @@
-"""Small graphs and rules made by hand, with which planning is tried without tracing anything."""
+"""Small handmade graphs and rules that test planning without tracing."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class GraphMaker:
 
 
 def strategies_of(op: Op, graph: Graph, size: int) -> list[Strategy]:
-    """What is known of the few operators that these graphs have."""
+    """Return the strategies of the few operators in these graphs."""
     metas = [graph.meta(name) for name in op.operands()]
     found = [replicate(op)]
     if op.target == "aten.linear.default":

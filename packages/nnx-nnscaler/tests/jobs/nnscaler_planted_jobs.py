@@ -1,4 +1,4 @@
-"""Models of the kinds that tracing gets wrong without a word, trained and compared with one process."""
+"""Models of the kinds that tracing silently gets wrong, trained and compared with one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, VOCABULARY, LENGTH = 16, 32, 6
 
 
 class Planted(LightningModule):
-    """Embeds tokens and predicts labels; what is special about it is in `middle` or in the data."""
+    """Embeds tokens and predicts labels; the special feature is in `middle` or in the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Planted(LightningModule):
         self.prepare()
 
     def prepare(self) -> None:
-        """Add what makes it special."""
+        """Add the special feature."""
 
     def middle(self, x: Tensor, mask: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(x)))
@@ -134,7 +134,7 @@ class Checkpointed(Planted):
 
 
 class Hooked(Planted):
-    """A hook that changes what a layer returns."""
+    """A hook that changes a layer's output."""
 
     def prepare(self) -> None:
         self.up.register_forward_hook(self._louder)
@@ -150,7 +150,7 @@ PLANTED: dict[str, Callable[[], Planted]] = {
 
 
 def train_planted(strategy: Strategy, devices: int, model: str) -> dict[str, Any]:
-    """Train one, and count what it counts."""
+    """Train a model, and return its counts."""
     module = PLANTED[model]()
     make_trainer(strategy, devices).fit(module)
     return {"losses": module.losses, "validated": module.validated, "calls": module.calls}

@@ -1,4 +1,4 @@
-"""Plans that nobody would make: a random strategy for every operator, random placements of parameters."""
+"""Random plans: a random strategy for every operator, random placements of parameters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _stored(shape: tuple[int, ...], size: int, rng: random.Random) -> Placement:
 
 
 def _is_possible(op: Op, strategy: Strategy, made: dict[str, Placement]) -> bool:
-    """Whether what it wants as partial sums is made so: nothing turns a value into them."""
+    """Return True if all inputs that must be partial sums are partial sums. (No conversion makes them.)"""
     return all(
         placement != P or made.get(value, R) == P
         for value, placement in zip(input_values(op), strategy.inputs, strict=True)

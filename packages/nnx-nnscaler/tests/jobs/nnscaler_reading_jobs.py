@@ -1,4 +1,4 @@
-"""Jobs of ranks that read weights or gradients alone, as under the strategies of nnScaler."""
+"""Jobs in which single ranks read weights or gradients, under the strategies of nnScaler."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from nnx_conformance.training import fit
 from nnx_core.errors import UnsupportedError
 
 FROM = 2
-"""Step from which on somebody reads: the ranks have agreed by then on what their steps do."""
+"""The first step with a read; by then the ranks agree on their steps."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Who reads what, and when.
+    """The ranks that read, the tensor, and the time.
 
     Attributes:
-        readers: Ranks.
-        what: "weight" or "gradient".
-        when: Name of the hook or method.
+        readers: The ranks that read.
+        what: The tensor: "weight" or "gradient".
+        when: The name of the hook or method.
     """
 
     readers: Collection[int]
@@ -36,7 +36,7 @@ class Reading:
 
 @dataclass
 class Seen:
-    """What became of a run on one rank."""
+    """The result of a run on one rank."""
 
     losses: list[float]
     norms: list[float]

@@ -1,4 +1,4 @@
-"""Calls of operators whose rules are tried, every strategy of each, against the whole operator."""
+"""Calls of operators for the test that compares every strategy of their rules with the unsharded operator."""
 
 from __future__ import annotations
 

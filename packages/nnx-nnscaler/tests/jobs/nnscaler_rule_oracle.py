@@ -1,6 +1,6 @@
-"""Whether a strategy is right, by trying: a whole operator against its parts on every rank, with gradients.
+"""A trial of strategies: an unsharded operator against its shards on every rank, with gradients.
 
-The tests of the table and of annotations come down to `check_strategy`.
+The tests of the table and of annotations use `check_strategy`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nnx_nnscaler.runtime.functions import Runtime
 from nnx_nnscaler.thread_ranks import run_as_ranks
 
 DRAWS = ("normal", "unit")
-"""The kinds of made-up values: standard normal, and between 0 and 1 for what is only defined there."""
+"""The kinds of random values: standard normal, and between 0 and 1 for operators with that domain."""
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.complex128: 1e-10}
 
@@ -38,19 +38,19 @@ def check_strategy(
     draws: Sequence[str] = DRAWS,
     seed: int = 0,
 ) -> str:
-    """Run an operator whole and as a strategy says, in float64, and compare results and gradients.
+    """Run an operator unsharded and by a strategy, in float64, and compare results and gradients.
 
     Args:
         op: The operator.
         graph: The graph that it stands in.
-        strategy: The strategy that is tried.
+        strategy: The strategy under test.
         size: Number of ranks, which are threads of this process.
         rule: The rule that writes the call; the operator's own by default.
         draws: The kinds of values to try; one that the whole operator refuses is left out.
         seed: Chooses the values.
 
     Returns:
-        What differs; empty where everything agrees.
+        The differences; empty if all results are equal.
     """
     if op.target == "getitem":
         return ""  # the result is the operand, and its operand is not one tensor
@@ -102,7 +102,7 @@ class _NumberWriter:
 
 @dataclass(slots=True)
 class _Trial:
-    """One comparison: the values, what the whole operator makes of them, and what the ranks do."""
+    """One comparison: the values, the unsharded operator's results, and the ranks' results."""
 
     op: Op
     graph: Graph
@@ -140,7 +140,7 @@ class _Trial:
             self.values[name] = _made_up(self.graph.meta(name), bound, draw, generator)
 
     def run_whole(self) -> None:
-        """What one process computes, and the gradients for made-up gradients of its results."""
+        """Compute the results of one process, and the gradients for random gradients of these results."""
         torch.manual_seed(self.seed)
         leaves = {name: self._leaf(name, value) for name, value in self.values.items()}
         code = _NumberWriter(1).call(self.op)
@@ -156,7 +156,7 @@ class _Trial:
         self.gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
     def difference(self) -> str:
-        """Where the ranks' results or gradients are not those of the whole."""
+        """Return the first difference of the ranks' results or gradients from one process; empty if none."""
         torch.manual_seed(self.seed)
         try:
             ranks = run_as_ranks(self.size, self._run_rank)
@@ -197,7 +197,7 @@ class _Trial:
         return value.detach().clone().requires_grad_(name in self.followed)
 
     def _local(self, whole: Tensor, placement: Placement, runtime: Runtime) -> Tensor:
-        """What a rank holds of a value."""
+        """Return a rank's shard of a value."""
         if placement.is_shard:
             return runtime.part(whole, placement.dim, placement.groups).clone()
         if placement != P:

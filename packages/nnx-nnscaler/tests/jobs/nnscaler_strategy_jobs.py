@@ -48,7 +48,7 @@ def trained_with_the_class(folder: str) -> tuple[list[float], str, bool]:
 
 
 class Dtypes(Callback):
-    """Notes of what dtype things are after the first step."""
+    """Records dtypes after the first step."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
         (optimizer,) = trainer.optimizers
@@ -61,7 +61,7 @@ class Dtypes(Callback):
 
 
 def dtypes_with_masters(run: Run) -> dict[str, Any]:
-    """What is of half precision and what is not."""
+    """Return the dtypes of a run with float32 masters."""
     note = Dtypes()
     train(run, callbacks=[note])
     return note.seen
@@ -75,7 +75,7 @@ def interrupted(run: Run, path: str, at: int) -> tuple[list[float], list[float]]
 
 
 def warned(run: Run) -> tuple[Outcome, list[str]]:
-    """A run, and what the engine warned of meanwhile."""
+    """Return the outcome of a run, and the engine's warnings."""
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Small models for tests of tracing; each has something that a tracer gets wrong."""
+"""Small models for tests of tracing; each has a feature that a tracer gets wrong."""
 
 from dataclasses import dataclass
 
@@ -90,7 +90,7 @@ class Recurrent(nn.Module):
 
 @dataclass
 class Answer:
-    """What `Nested` returns."""
+    """The output of `Nested`."""
 
     sums: list
     parts: dict
@@ -114,7 +114,7 @@ class Nested(nn.Module):
 
 
 class Experts(nn.Module):
-    """Rows go where the data says."""
+    """Routes rows by the data."""
 
     def __init__(self, width=8):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What becomes of values when a batch is cut, and what cannot be cut."""
+"""Values under a split batch, and batches that cannot be split."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_other_random_numbers_are_refused() -> None:
 
 @pytest.mark.parametrize("variant", ["plain", "causal", "masked", "added", "grouped"])
 def test_attention_with_dropout_becomes_its_steps(variant: str) -> None:
-    """Without what is dropped they give what the operator gives."""
+    """Without dropped values the steps give the operator's result."""
     query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8)
     if variant == "grouped":
         key, value = key[:, :2], value[:, :2]

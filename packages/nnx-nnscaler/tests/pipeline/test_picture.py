@@ -1,4 +1,4 @@
-"""Schedules take the time that is known of them, keep their promises on memory, and are drawn as they run."""
+"""Schedules take their theoretical time, keep their memory limits, and are drawn as they run."""
 
 from __future__ import annotations
 

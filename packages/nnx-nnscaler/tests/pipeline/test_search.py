@@ -1,4 +1,4 @@
-"""The search for a pipeline: whether one is chosen, and its stages within memory."""
+"""The search for a pipeline: its decision for or against one, and stages within memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cut is the best there is, and stages get what they need."""
+"""The partition into stages is optimal, and stages get their inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a traced step has in it, and what keeps a step from being traced."""
+"""The contents of a traced step, and the reasons against tracing a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What single things cost: operators, collectives, parameters; and what is known of machines."""
+"""The costs of operators, collectives and parameters, and the known rates of machines."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_an_exchange_of_grouped_parts_is_a_gathering() -> None:
 
 
 def test_gradients_that_are_reduced_take_room_twice_until_they_are() -> None:
-    """A buffer that stays, and what autograd makes; the optimizer steps on the buffer."""
+    """Counts a persistent buffer and autograd's gradient; the optimizer steps on the buffer."""
     graph = mlp(2, 64, 4096)  # next to no activations
     nbytes = 2 * 64 * 4096 * 4
     alone, shared = (
@@ -219,7 +219,7 @@ def test_parameters_in_parts_take_less_memory_and_time_to_update() -> None:
 
 
 def test_the_peak_of_one_rank_is_what_a_step_really_holds() -> None:
-    """Counted by hand: parameters with gradient and state, inputs, and what is alive around the loss."""
+    """Counted by hand: parameters with gradient and state, inputs, and live tensors around the loss."""
     graph = mlp(128, 64, 256)
     plan = plan_program(graph, size=1, strategies_of=strategies_of)
     lasting = 2 * 64 * 256 * 16 + 128 * 64 * 4

@@ -1,4 +1,4 @@
-"""Plans as files: what they keep, what they refuse, how they compare, and how they explain themselves."""
+"""Plans as files: their contents, refusals, comparison and explanation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans within memory, for layouts that exist already, and their consistency."""
+"""Plans within memory and for given layouts are consistent."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_results_of_an_operator_with_several_come_as_it_makes_them() -> None:
 
 
 def test_a_submodule_kept_whole_may_return_anything_nested() -> None:
-    """A dict, a tuple with a tuple inside, one tensor: all of it is replicated, whatever follows."""
+    """A dict, a tuple with a tuple inside, one tensor: all of it is replicated, for any consumer."""
     make = GraphMaker(8)
     hidden = make.linear("lin", make.input("x", 64), 96)
     rows, number = TensorMeta((make.batch, 96), "float32", True), TensorMeta((), "float32", True)
@@ -217,7 +217,7 @@ def check_divisible(meta: TensorMeta, use: Use, plan: ProgramPlan) -> None:
 
 @pytest.mark.full
 def test_plans_do_not_depend_on_hash_seeds() -> None:
-    """All that a plan says, in another process with another seed."""
+    """Compare all fields of a plan with those from another process with another seed."""
     script = (
         "import sys; sys.path.insert(0, sys.argv[1]); from jobs.nnscaler_plan_graphs import stack_plan_text;"
         "print(stack_plan_text())"

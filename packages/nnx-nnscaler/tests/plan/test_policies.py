@@ -1,4 +1,4 @@
-"""What each policy leaves to choose, by the plans that come out."""
+"""The choices that each policy leaves to the planner, by the resulting plans."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_policy_that_asks_for_the_impossible_is_told(policy: Any, message: str
 
 
 def test_choices_that_contradict_each_other_are_told() -> None:
-    """Partial sums are wanted of what can only come whole."""
+    """Partial sums are requested of a value that cannot be one."""
     make = GraphMaker()
     x = make.input("x", 16)
     total = make.add("total", x, make.linear("lin", x, 16))

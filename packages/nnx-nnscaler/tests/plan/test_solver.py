@@ -1,4 +1,4 @@
-"""The solver against every plan there is, on graphs that are small enough to try them all."""
+"""The solver against an exhaustive search, on small graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What annotations say, and what is said about those that cannot be read."""
+"""The meaning of annotations, and the errors for unreadable ones."""
 
 from __future__ import annotations
 

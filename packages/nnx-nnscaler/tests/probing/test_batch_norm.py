@@ -1,4 +1,4 @@
-"""Batch norm on parts: statistics over the unit, running statistics equal on every rank and updated once."""
+"""Sharded batch norm: statistics over the unit; running statistics are equal on all ranks, updated once."""
 
 from __future__ import annotations
 

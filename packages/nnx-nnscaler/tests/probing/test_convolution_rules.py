@@ -1,4 +1,4 @@
-"""Operators of convolutional models: which splits there are, each tried at 2 and 4 ranks."""
+"""Operators of convolutional models: all splits, each tested at 2 and 4 ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found by trying, what is never tried, and what is kept between processes."""
+"""The strategies that probing finds, the calls that it never makes, and its cache between processes."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_finding_draws_no_random_numbers() -> None:
 
 
 def own_operator(name: str, function, slope: float = 1.0) -> None:
-    """An operator with a gradient, so that nothing but what it does speaks against splitting it."""
+    """Register an operator with a gradient, which only its behaviour makes unsplittable."""
     operator = torch.library.custom_op(
         f"nnx_test_probing::{name}", function, mutates_args=(), schema="(Tensor x) -> Tensor"
     )

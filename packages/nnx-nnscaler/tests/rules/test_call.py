@@ -1,4 +1,4 @@
-"""Arguments of operators by name, whatever form the call had."""
+"""Arguments of operators by name, for every form of the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped cuts begin at splits and views and reach the projection behind; samples stay in one piece."""
+"""Grouped splits start at splits and views and reach the projection behind; samples stay together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _meta(*shape):
 
 
 def _fused(*ops: Op) -> Graph:
-    """A fused projection, a bias added apart, and what takes the result to pieces."""
+    """Return a fused projection, a separate bias, and the operators that split the result."""
     batch = Size("B", 8)
     metas = {"x": _meta(batch, 16, WIDTH), "w": _meta(3 * WIDTH, WIDTH), "b": _meta(3 * WIDTH)}
     made = _meta(batch, 16, 3 * WIDTH)

@@ -1,4 +1,4 @@
-"""Whatever is planned has to be right: random plans of whole models, in float64, against the module."""
+"""Random plans of whole models are right, in float64, against the module."""
 
 from __future__ import annotations
 

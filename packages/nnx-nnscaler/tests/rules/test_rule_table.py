@@ -1,4 +1,4 @@
-"""Every strategy of every rule, against the operator that one process runs."""
+"""Every strategy of every rule, against the operator in one process."""
 
 from __future__ import annotations
 

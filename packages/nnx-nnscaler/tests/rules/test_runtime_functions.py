@@ -1,4 +1,4 @@
-"""What emitted programs call instead of plain operators, against what one process computes."""
+"""The functions that programs call in place of plain operators, against one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check that tries strategies has to find what is wrong: rules with planted faults."""
+"""The verification of strategies finds planted faults in rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nnx_nnscaler.rules.rule import Rule
 
 
 class _Written(Rule):
-    """Writes what it is told."""
+    """A rule that returns given strategies."""
 
     def __init__(self, code: str) -> None:
         self.code = code

@@ -1,4 +1,4 @@
-"""What users see of gradients in parts: the whole, in every function, and in part what they change."""
+"""Users see sharded gradients as unsharded in every function, and their changes reach the shards."""
 
 import copy
 import pickle
@@ -65,7 +65,7 @@ def local(parameter):
 
 
 def check(module, parameters, plain):
-    """Whether what the optimizer steps with, and what a user sees, is what one process has."""
+    """Check the optimizer's gradient and the user's gradient against one process."""
     torch.testing.assert_close(module.weight.grad + 0, plain.weight.grad, **CLOSE)
     held = local(module.weight)
     is_summand = module.weight in parameters._synchronized

@@ -1,4 +1,4 @@
-"""Guarded parameters: whole for everyone, local in local mode. Ranks are threads of this process."""
+"""Guarded parameters: unsharded for user code, local in local mode. Ranks are threads of this process."""
 
 from __future__ import annotations
 

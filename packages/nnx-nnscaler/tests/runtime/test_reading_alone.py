@@ -1,4 +1,4 @@
-"""A weight or a gradient that only some of the ranks read that hold it: refused at once, or right."""
+"""A weight or a gradient that only some of its ranks read is refused at once, or read right."""
 
 from __future__ import annotations
 

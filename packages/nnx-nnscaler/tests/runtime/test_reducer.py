@@ -1,4 +1,4 @@
-"""The reducer, in real processes: equal to DDP bit for bit, and right where DDP refuses."""
+"""The reducer in real processes: equal to DDP bit for bit, and right in cases that DDP refuses."""
 
 import copy
 from contextlib import nullcontext
@@ -467,7 +467,7 @@ def test_parameters_given_back_are_no_longer_reduced(run):
 
 
 def add_to_gradients_that_are_sums_over_the_unit():
-    """Each rank of a unit has a share of the gradient; what is reduced already must not be summed again."""
+    """Each rank of a unit has a share of the gradient; a reduced gradient must not be summed again."""
     rank = dist.get_rank()
     axes = make_axes(rank=rank, world_size=dist.get_world_size(), unit_size=2, part_size=1)
     module = nn.Linear(3, 2, bias=False, dtype=torch.float64)

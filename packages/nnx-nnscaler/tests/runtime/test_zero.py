@@ -1,4 +1,4 @@
-"""Parameters in rows, and units of two ranks beside them, in real processes: equal to one process."""
+"""Parameters sharded by rows, and units of two ranks beside them, in real processes: equal to one process."""
 
 import copy
 import gc
@@ -57,7 +57,7 @@ def batch(step, share):
 
 
 def train_in_rows(unit_size, part_size, stored, bucket_bytes, guarded_penalty, steps=4):
-    """Steps in parts and steps of one process on all data, compared."""
+    """Compare sharded steps with steps of one process on all data."""
     world, rank = dist.get_world_size(), dist.get_rank()
     axes = make_axes(rank=rank, world_size=world, unit_size=unit_size, part_size=part_size)
     torch.manual_seed(0)
@@ -286,7 +286,7 @@ def test_whoever_changes_a_parameter_in_rows_changes_every_part(run):
 
 
 def save_in_parts(save):
-    """What saving parameters that are stored in rows ends with on this rank."""
+    """Return the error of saving row-sharded parameters on this rank."""
     module = nn.Linear(4, 6)
     Parameters(module, make_axes(rank=dist.get_rank(), world_size=2, unit_size=1, part_size=2))
     with pytest.raises(UnsupportedError) as raised:

@@ -1,4 +1,4 @@
-"""Data parallelism imports neither tracer, planner nor code generator, which cost a quarter of a second."""
+"""Data parallelism imports neither tracer, planner nor code generator, which take a quarter of a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs are those of the modes that a step computes in, and none is compiled in vain."""
+"""Programs match the modes of a step's computation, and none is compiled in vain."""
 
 from __future__ import annotations
 

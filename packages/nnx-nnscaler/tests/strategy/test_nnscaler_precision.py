@@ -1,4 +1,4 @@
-"""`NnScalerPrecision` does what Lightning's own plugins do, and takes a scaler."""
+"""`NnScalerPrecision` behaves like Lightning's own plugins, and accepts a scaler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`NnScalerStrategy` and what the engine's options do in a Trainer, in real processes."""
+"""`NnScalerStrategy` and the effects of the engine's options with Trainer, in real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fingerprint changes exactly when a trace would."""
+"""The fingerprint changes if and only if a trace would change."""
 
 import os
 import sys
@@ -109,7 +109,7 @@ def test_constants_among_the_inputs_matter():
 
 
 def of_a_gpt():
-    """The fingerprint, and what shows that the order of sets is another one."""
+    """Return the fingerprint, and a value that depends on the order of sets."""
     return of(Gpt(), (torch.zeros(2, 8, dtype=torch.long),)), hash("order")
 
 

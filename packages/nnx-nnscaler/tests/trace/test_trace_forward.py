@@ -1,4 +1,4 @@
-"""Graphs of small models mean what the models do, in both modes and for other batch sizes."""
+"""Graphs of small models compute the models' results, in both modes and for other batch sizes."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What a trace must not do: wait for other ranks, call hooks, or see another grad mode than its caller."""
+"""A trace never waits for other ranks, calls hooks, or sees another grad mode than its caller."""
 
 import os
 import threading
@@ -47,7 +47,7 @@ class Calls(nn.Module):
 
 @pytest.fixture
 def world():
-    """A group, although of one rank: whether others would answer is not what is asked."""
+    """A process group of one rank; the tests need no answer from others."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -199,7 +199,7 @@ def test_gradients_that_only_the_forward_records_are_not_lost():
 
 
 class Weighs(nn.Module):
-    """Scales by what it counts, draws or reads next."""
+    """Scales by a count, a random draw or the next value of an iterator."""
 
     steps = 0
 
@@ -293,7 +293,7 @@ def renormalize(layer):
 
 
 class Writing(nn.Linear):
-    """A layer whose forward writes into its own weight, and tells Python so, which no trace can hold."""
+    """A layer that writes into its own weight, and branches on a tensor's value, which no trace can hold."""
 
     def __init__(self, write):
         super().__init__(8, 8)

@@ -1,4 +1,4 @@
-"""Graphs as JSON: nothing is lost, and nothing that is no graph is taken for one."""
+"""Graphs as JSON: they round-trip, and other JSON is refused."""
 
 import json
 

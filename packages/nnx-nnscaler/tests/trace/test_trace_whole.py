@@ -1,4 +1,4 @@
-"""What cannot be traced is named, and stays whole."""
+"""Untraceable modules are named, and fall back to eager."""
 
 import random
 

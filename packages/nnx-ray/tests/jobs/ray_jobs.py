@@ -1,4 +1,4 @@
-"""What runs in Ray's actors in tests: importable, as Ray sends functions and classes by their names."""
+"""Functions and classes that run in Ray's actors; they are importable, because Ray sends them by name."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from nnx_conformance.training import make_trainer
 
 
 class Account(Callback):
-    """Writes down every step of rank 0 and who each rank is; a rank may be slow, die or raise.
+    """Writes each step of rank 0 and the identity of each rank to files; a rank may be slow, die or raise.
 
     Args:
-        folder: A directory that all processes see.
-        seconds: How long a step lasts.
+        folder: A directory that all processes share.
+        seconds: The duration of a step.
         dies: The rank and the step after which it is killed, the first time.
         raises: The rank and the step after which it raises an error.
     """
@@ -37,7 +37,7 @@ class Account(Callback):
         self.folder, self.seconds, self.dies, self.raises = folder, seconds, dies, raises
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Write down who this is."""
+        """Write the identity of this rank."""
         who = {
             "rank": trainer.global_rank,
             "world": trainer.world_size,
@@ -50,7 +50,7 @@ class Account(Callback):
         (self.folder / f"rank-{trainer.global_rank}.pid").write_text(str(os.getpid()))
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *args: Any) -> None:
-        """Write down the loss, and do what is planned."""
+        """Write the loss, and do the planned action."""
         here = (trainer.global_rank, trainer.global_step)
         if trainer.is_global_zero:
             with (self.folder / "steps.jsonl").open("a") as file:
@@ -76,7 +76,7 @@ class Logging(Plain):
 
 
 def train_with_fabric(fabric: Any) -> tuple[list[float], list[int]]:
-    """What Fabric launches: the mean losses of all ranks, and rank, node rank and world size."""
+    """Train under Fabric; return the mean losses of all ranks, and rank, node rank and world size."""
     import torch
 
     torch.manual_seed(0)
@@ -103,12 +103,12 @@ def ray_node() -> str:
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """What rank 0 wrote down, in order; steps that were repeated come again."""
+    """Return the steps that rank 0 wrote, in order; repeated steps occur again."""
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
 
 
 def ranks_of(folder: Path) -> list[dict[str, Any]]:
-    """Who the ranks are, of the last start; by their nodes, as plan units share the rank that they show."""
+    """Return the ranks of the last start, by node. (Plan units share the rank that they show.)"""
     found = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
     return sorted(found, key=lambda who: (who["node"], who["local"]))
 

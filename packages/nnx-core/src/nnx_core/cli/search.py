@@ -69,7 +69,7 @@ SYNONYMS: Mapping[str, Sequence[str]] = {
     "gradient": ("activation_checkpointing",),
     "recompute": ("activation_checkpointing",),
     "gemini": ("colossalai",),
-    "budget": ("budgets",),
+    "budget": ("offload",),
     "zero1": ("nnx_deepspeed_1",),
     "zero2": ("nnx_deepspeed_2",),
     "zero3": ("nnx_deepspeed_3",),
@@ -98,7 +98,7 @@ PAGES = {
     "docs/options.md": "every option of every strategy: mixed precision, timeout, compile",
     "docs/recipes.md": "recipes: Huggingface and LoRA, vision, GAN, notebook, logging to TensorBoard, SLURM",
     "docs/security.md": "security: untrusted checkpoints, pickle, trust",
-    "docs/watch.md": "debug ranks that differ or diverge, checksums: the watch",
+    "docs/divergence.md": "detect and debug ranks that differ or diverge, checksums",
     "docs/writing-a-backend.md": "write a plugin: a strategy or an engine of your own",
 }
 """Pages of the documentation, and their subjects."""

@@ -86,7 +86,7 @@ class Catalogued(TypedDict):
         provided_by: The distribution.
         capabilities: The capabilities that strategies do not have by default, and it has.
         lacks: The capabilities that strategies have by default, and it lacks.
-        replaces: Distributions of the past whose names it took over.
+        replaces: Discontinued distributions whose names it took over.
         install: The command that installs it.
     """
 

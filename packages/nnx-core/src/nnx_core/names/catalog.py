@@ -30,7 +30,7 @@ class CatalogEntry:
         capabilities: The capabilities that strategies do not have by default.
         lacks: The capabilities that strategies have by default and it lacks.
         docs: Its page in the documentation, or its home.
-        replaces: Distributions of the past whose names it took over.
+        replaces: Discontinued distributions whose names it took over.
     """
 
     name: str

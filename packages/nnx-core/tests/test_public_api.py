@@ -1,4 +1,4 @@
-"""`import nnx` is a face: what it shows lives elsewhere, and nothing of ours needs it."""
+"""`import nnx` is the public API; internal code never imports it."""
 
 from __future__ import annotations
 
