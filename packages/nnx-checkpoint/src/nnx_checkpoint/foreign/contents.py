@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from nnx_checkpoint.format.index import Piece, TensorEntry
 from nnx_checkpoint.format.rankfile_header import DTYPES
 from nnx_checkpoint.reading.fetching import Fetcher, PlainFiles, Wanted
 from nnx_checkpoint.reading.reader import Checkpoint
+from nnx_checkpoint.storage.files import FileReader
 from nnx_checkpoint.unpickling.torch_file import FileTensor, load_torch_file, map_paths, map_tree
 
 
@@ -70,12 +71,16 @@ class ForeignCheckpoint(Checkpoint):
     @override
     def _fetch(self, wanted: Sequence[Wanted]) -> None:
         resident = self._contents.resident
-        with malformed_explained(self.path, self.format):
+        with malformed_explained(self.path, self.format), ExitStack() as files:
+            opened: dict[Path, FileReader] = {}
             for want in wanted:
                 value = resident.get(want.entry.name)
+                if isinstance(value, FileTensor):
+                    if value.path not in opened:
+                        opened[value.path] = files.enter_context(closing(FileReader(value.path)))
+                    value = value.read(opened[value.path])
                 if value is not None:
-                    tensor = value.read() if isinstance(value, FileTensor) else value
-                    want.view.copy_(tensor[want.box.slices])
+                    want.view.copy_(value[want.box.slices])
         direct = [self._contents.located(want) for want in wanted if want.entry.name not in resident]
         Fetcher(PlainFiles()).fetch(direct)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import copy
 import errno
 import io
@@ -107,11 +108,19 @@ class FileTensor:
         piece = Piece(Box.whole(self.shape), str(self.path), self.start, nbytes)
         return TensorEntry(name, self.shape, str(self.dtype).removeprefix("torch."), (piece,))
 
-    def read(self) -> Tensor:
-        """Read the tensor into new memory."""
+    def read(self, file: FileReader | None = None) -> Tensor:
+        """Read the tensor into new memory.
+
+        Args:
+            file: The open file; None opens it.
+        """
         if self.numel == 0:
             return torch.empty(self.shape, dtype=self.dtype)
-        raw = bytearray(read_exactly(self.path, self.extent, start=self.start))
+        if file is None:
+            with contextlib.closing(FileReader(self.path)) as opened:
+                return self.read(opened)
+        raw = bytearray(self.extent)
+        file.read_into(self.start, memoryview(raw))
         return torch.frombuffer(raw, dtype=self.dtype).as_strided(self.shape, self.stride).contiguous()
 
 
@@ -212,8 +221,8 @@ def _load_safely(path: Path, *, zipped: bool, known: Sequence[Any], inert: Seque
             return stand_ins.restore(loaded)
         structure, places = load_structure(path)
     refuse_endless(structure, nbytes=path.stat().st_size, source=str(path))
-    stops = _record_stops(path, places)
-    return map_tree(stand_ins.restore(structure), lambda value: _located(value, path, stops))
+    stops, nbytes = _record_stops(path, places), path.stat().st_size
+    return map_tree(stand_ins.restore(structure), lambda value: _located(value, path, stops, nbytes))
 
 
 def _unsafe(path: Path, names: Sequence[str]) -> CheckpointError:
@@ -253,7 +262,7 @@ def _record_stops(path: Path, places: Mapping[str, int]) -> dict[int, int]:
     return {place: min(place + entries[name].compress_size, length) for name, place in places.items()}
 
 
-def _located(value: Any, path: Path, stops: Mapping[int, int]) -> Any:
+def _located(value: Any, path: Path, stops: Mapping[int, int], file_bytes: int) -> Any:
     if not isinstance(value, Tensor):
         return value
     if any(stride < 0 for stride in value.stride()):
@@ -261,7 +270,7 @@ def _located(value: Any, path: Path, stops: Mapping[int, int]) -> Any:
             f"'{path}' claims a tensor with strides {value.stride()}.",
             remedy="torch has no negative strides; use another checkpoint.",
         )
-    nbytes, most = value.numel() * value.dtype.itemsize, 4 * path.stat().st_size + _SMALL
+    nbytes, most = value.numel() * value.dtype.itemsize, 4 * file_bytes + _SMALL
     if nbytes > most:
         raise CheckpointError(
             f"'{path}' claims a tensor of shape {tuple(value.shape)}, {nbytes:,} bytes, and is far smaller.",
