@@ -1,7 +1,7 @@
 """Kill savers at random moments, and at every step that touches the file system; no save may be lost.
 
-    python benchmarks/kill_saves.py [--kills 200] [--signal KILL] [--every-step] [--async] [--seed 0]
-                                    [--directory DIR] [--json]
+    python benchmarks/kill_saves.py [--kills 200] [--signal KILL] [--every-step] [--stride 1] [--async]
+                                    [--seed 0] [--directory DIR] [--json]
 
 A trial starts one or two processes that save over an existing checkpoint repeatedly, every save with
 other values. At a random moment one of them (or all) gets SIGKILL. The survivor must end with an error
@@ -218,12 +218,12 @@ def kill_before_step(path: Path, version: int, step: int, in_background: bool) -
     return os.waitstatus_to_exitcode(status) == 0
 
 
-def every_step(path: Path, in_background: bool) -> dict[str, int]:
-    """Kill one save before each of its file operations."""
+def every_step(path: Path, in_background: bool, stride: int) -> dict[str, int]:
+    """Kill one save before each of its file operations, or before every n-th."""
     save(path, 1, 0, 1)
-    version, outcomes, step = 1, {"old": 0, "new": 0}, 0
+    version, outcomes, step = 1, {"old": 0, "new": 0}, 1 - stride
     while True:
-        step += 1
+        step += stride
         finished = kill_before_step(path, version + 1, step, in_background)
         found = check(path, version)
         outcomes["new" if found > version else "old"] += 1
@@ -253,6 +253,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--signal", choices=["KILL", "TERM", "STOP"], default="KILL")
     parser.add_argument("--every-step", action="store_true")
+    parser.add_argument("--stride", type=int, default=1, help="with --every-step: try every n-th operation")
     parser.add_argument("--async", action="store_true", dest="in_background")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", default=None, help="where to write; default: the temporary directory")
@@ -264,7 +265,7 @@ def main() -> None:
     try:
         path = scratch / "a.ckpt"
         if options.every_step:
-            result = every_step(path, options.in_background)
+            result = every_step(path, options.in_background, options.stride)
         else:
             how = signal.Signals[f"SIG{options.signal}"]
             result = random_kills(path, options.kills, options.seed, scratch, options.in_background, how)

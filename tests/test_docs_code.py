@@ -17,6 +17,8 @@ from nnx_conformance.pool import JobError, WorkerPool
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES if blocks_of(page)]
+DEFAULT = ("README.md", "docs/choosing.md")
+"""Pages that README's test command runs; `nox -s full` runs all."""
 SHOWN_ONLY = {
     command
     for block in BLOCKS
@@ -36,8 +38,9 @@ def made(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.quick(every=5)
-@pytest.mark.parametrize("page", NAMES)
+@pytest.mark.parametrize(
+    "page", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.full) for name in NAMES]
+)
 def test_every_block_of_a_page_runs(page: str, made: Path, pool: WorkerPool, tmp_path: Path) -> None:
     folder = tmp_path / "page"
     shutil.copytree(made, folder)

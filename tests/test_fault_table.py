@@ -46,12 +46,14 @@ def test_a_narrow_fault_fails_what_it_names_and_nothing_else(runner: FaultRunner
     assert runner.healthy == {TINY: set()}
 
 
+@pytest.mark.full
 def test_what_a_narrow_fault_fails_besides_is_marked(runner: FaultRunner) -> None:
     row, is_right = examine(runner, SUMMED, TRIED)
     assert not is_right
     assert row.startswith("| summed | TinyBackend | losses_float32 | nothing | **sgd_momentum** | ")
 
 
+@pytest.mark.full
 def test_what_fails_without_the_fault_too_does_not_count(runner: FaultRunner) -> None:
     runner.healthy[TINY] = {"sgd_momentum"}
     row, is_right = examine(runner, SUMMED, TRIED)

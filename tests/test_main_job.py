@@ -1,7 +1,11 @@
-"""The main use case end to end: three real trainings in processes of Lightning, and their comparison."""
+"""The main use case end to end: three real trainings and their comparison.
+
+By default its runs are those of a pool. A test marked `full` runs the command, as a user would.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -11,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+
+from jobs.main_job import run_gpt
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.timeout(600)
@@ -25,21 +31,51 @@ def train_gpt(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
+def runs(pool, tmp_path_factory):
+    """The job's directory and the losses of its runs by world size: the first trains, the others resume."""
     out = tmp_path_factory.mktemp("train_gpt")
-    return out, train_gpt(out, f"--steps={STEPS}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "examples")
+        from gpt.report import read_losses
+
+        losses = {}
+        for devices in (2, 1, 3):
+            options = [f"--out={out / str(devices)}", f"--devices={devices}", f"--steps={STEPS}"]
+            if losses:
+                options.append(f"--resume={out / '2' / 'checkpoints' / f'step-{STEPS // 2}.ckpt'}")
+            pool.run(run_gpt, options, world_size=devices)
+            losses[devices] = read_losses(out / str(devices) / "losses" / "metrics.csv")
+    return out, losses
 
 
-def test_the_main_job_ends_well(job):
-    _, finished = job
+@pytest.mark.full
+def test_the_main_job_ends_well(tmp_path):
+    finished = train_gpt(tmp_path, f"--steps={STEPS}")
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "The resumed losses equal the uninterrupted ones" in finished.stdout
+    assert (tmp_path / "losses.png").is_file()
 
 
-def test_its_table_compares_every_step_after_the_resume(job):
-    _, finished = job
+def test_its_resumed_runs_have_the_losses_of_the_uninterrupted_one(runs, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import train_gpt
+
+    _, losses = runs
+    assert train_gpt.RESUMED_ON == (1, 3)
+    resumed = {f"resumed on {devices}": losses[devices] for devices in train_gpt.RESUMED_ON}
+    assert train_gpt.judge(Console(), losses[2], resumed, tolerance=1e-4) == 0
+    assert all([*run.train] == [*range(STEPS // 2 + 1, STEPS + 1)] for run in resumed.values())
+
+
+def test_its_table_compares_every_step_after_the_resume(runs, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from gpt.report import comparison_table
+
+    _, losses = runs
+    console = Console(file=io.StringIO(), width=100)
+    console.print(comparison_table(losses[2], {"resumed on 1": losses[1], "resumed on 3": losses[3]}))
     rows = re.findall(
-        r"^│ +(\d+) │ +([\d.]+) │ +([\d.]+) │ +(\S+) │ +([\d.]+) │", finished.stdout, re.MULTILINE
+        r"^│ +(\d+) │ +([\d.]+) │ +([\d.]+) │ +(\S+) │ +([\d.]+) │", console.file.getvalue(), re.MULTILINE
     )
     assert [int(row[0]) for row in rows] == list(range(STEPS // 2 + 1, STEPS + 1))
     for _, uninterrupted, on_one, _, on_three in rows:
@@ -47,16 +83,20 @@ def test_its_table_compares_every_step_after_the_resume(job):
         assert float(on_three) == pytest.approx(float(uninterrupted), abs=1e-4)
 
 
-def test_its_curves_are_drawn(job):
-    out, _ = job
-    picture = (out / "losses.png").read_bytes()
+def test_its_curves_are_drawn(runs, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from gpt.report import draw
+
+    _, losses = runs
+    draw(tmp_path / "losses.png", losses[2], {"resumed on 1": losses[1]}, reference_name="uninterrupted")
+    picture = (tmp_path / "losses.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")
     assert len(picture) > 10_000
 
 
-def test_it_saves_a_directory_in_the_middle_and_at_the_end(job):
-    out, _ = job
-    saved = sorted(out.glob("uninterrupted/checkpoints/*.ckpt"))
+def test_it_saves_a_directory_in_the_middle_and_at_the_end(runs):
+    out, _ = runs
+    saved = sorted(out.glob("2/checkpoints/*.ckpt"))
     assert [path.name for path in saved] == [f"step-{STEPS // 2}.ckpt", f"step-{STEPS}.ckpt"]
     assert all((path / "manifest.json").is_file() for path in saved)
 
@@ -108,10 +148,14 @@ def test_a_batch_that_cannot_be_shared_equally_is_refused(monkeypatch):
         GlobalBatches(1000, batches=1, global_batch=12, seed=7, num_replicas=5)
 
 
-def test_it_refuses_a_training_without_a_middle(tmp_path):
-    finished = train_gpt(tmp_path, "--steps=1")
-    assert finished.returncode == 2
-    assert "1 steps have no middle to save in; give at least 2" in finished.stderr
+def test_it_refuses_a_training_without_a_middle(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import train_gpt
+
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--steps=1"])
+    with pytest.raises(SystemExit, match="2"):
+        train_gpt.main()
+    assert "1 steps have no middle to save in; give at least 2" in capsys.readouterr().err
 
 
 @pytest.mark.full
@@ -122,6 +166,7 @@ def test_it_says_which_run_failed(tmp_path):
     assert "no_such_strategy" in finished.stderr
 
 
+@pytest.mark.full  # `test_docs_code.py` runs it on the ranks of a pool
 def test_the_script_of_the_readme_trains_saves_and_resumes(tmp_path):
     text = (ROOT / "README.md").read_text()
     script = next(

@@ -23,12 +23,13 @@ NEIGHBOURS = 1
 
 
 def cases() -> list[Any]:
-    """Return all faults, but for the first narrow one of each group of checks marked `full`."""
+    """Return all faults, but for the first cheap narrow one of each group of checks marked `full`."""
     groups: set[str] = set()
     found = []
     for fault in FAULTS.values():
         group = CHECKS[fault.caught_by].group
-        is_first = fault.is_narrow and group not in groups
+        is_cheap = CHECKS[fault.caught_by].module != "lifecycle.launch"  # whose checks start processes
+        is_first = fault.is_narrow and is_cheap and group not in groups
         found.append(pytest.param(fault, id=fault.name, marks=() if is_first else pytest.mark.full))
         if is_first:
             groups.add(group)

@@ -18,6 +18,7 @@ from nnx_conformance import StrategyConformance
             "shards_gradients",
         ),
         *("precision_16_true", "overflow_on_one_rank", "evaluation_with_the_same_trainer"),
+        *("evaluation_before_fit", "evaluation_computes_no_gradients"),
         *("validation_keeps_training_unchanged", "last_batch_of_one_sample", "uneven_dimensions"),
         *("mixed_dtypes", "tied_repeated_layers", "unused_parameters", "embeddings_and_convolutions"),
         *(

@@ -78,7 +78,7 @@ def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.recursive(scalars, containers, max_leaves=25))
 def test_every_tree_comes_back_with_its_types(value: Any) -> None:
     assert same(round_trip(value), value)

@@ -39,17 +39,22 @@ def test_kills_at_random_moments_lose_nothing(tmp_path: Path, mode: list[str]) -
 
 
 @pytest.mark.parametrize(
-    "mode", [[], pytest.param(["--async"], marks=pytest.mark.full)], ids=["waiting", "in the background"]
+    ("mode", "stride"),
+    [
+        pytest.param([], 2, id="waiting"),
+        pytest.param([], 1, id="waiting, every operation", marks=pytest.mark.full),
+        pytest.param(["--async"], 1, id="in the background", marks=pytest.mark.full),
+    ],
 )
-def test_a_kill_before_any_file_operation_loses_nothing(tmp_path: Path, mode: list[str]) -> None:
-    result = run("--every-step", *mode, path=tmp_path)
+def test_a_kill_before_any_file_operation_loses_nothing(tmp_path: Path, mode: list[str], stride: int) -> None:
+    result = run("--every-step", f"--stride={stride}", *mode, path=tmp_path)
     assert result["steps"] > 20
     # Both outcomes occur, so the commit itself was among the steps.
-    assert result["old"] > 10
-    assert result["new"] > 3
+    assert result["old"] > 10 // stride
+    assert result["new"] > 3 // stride
 
 
-@pytest.mark.quick(every=5)
+@pytest.mark.full
 @pytest.mark.parametrize(("how", "count"), [("TERM", 3), ("STOP", 1)])
 def test_a_saver_that_is_ended_or_stopped_loses_nothing_and_keeps_nobody(
     tmp_path: Path, how: str, count: int

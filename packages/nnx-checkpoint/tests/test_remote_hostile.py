@@ -118,6 +118,7 @@ def test_a_bucket_that_begins_with_odd_names_is_refused(s3: dict[str, str]) -> N
     assert "strange/a.ckpt/x\x1b]0;owned\x07" in stored()
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("how", ["replaced", "emptied", "removed", "saved over"])
 def test_what_is_overwritten_between_two_reads_is_noticed(s3: dict[str, str], how: str) -> None:
     url = f"s3://bucket/{how.replace(' ', '-')}/a.ckpt"

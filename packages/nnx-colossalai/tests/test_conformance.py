@@ -62,6 +62,7 @@ class TestColossalAIHabits(StrategyConformance):
     )
 
 
+@pytest.mark.quick(checks=("layer_used_by_one_rank",))
 class TestColossalAIBranches(StrategyConformance):
     """Layers that ranks choose between are no chunks."""
 
@@ -70,6 +71,7 @@ class TestColossalAIBranches(StrategyConformance):
     only = ("different_expert_per_rank", "layer_used_by_one_rank")
 
 
+@pytest.mark.full  # its units are those of FSDP2
 class TestColossalAIListedExperts(StrategyConformance):
     strategy = "colossalai"
     options = {**STREAMED, "by_choice": ["listed"]}  # noqa: RUF012
@@ -82,6 +84,7 @@ class TestColossalAIHeads(StrategyConformance):
     only = ("head_per_task",)
 
 
+@pytest.mark.full  # its units are those of FSDP2
 class TestColossalAISkippedBlocks(StrategyConformance):
     strategy = "colossalai"
     options = {**STREAMED, "by_choice": ["blocks"]}  # noqa: RUF012

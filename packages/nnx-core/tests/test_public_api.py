@@ -99,26 +99,17 @@ def lack_lite(monkeypatch) -> None:
     monkeypatch.setattr(nnx_core, "find_spec", lambda name: None if name == "nnx_lite" else find_spec(name))
 
 
-def test_all_names_can_be_imported_without_lite(run_python) -> None:
+def test_all_names_can_be_imported_without_lite_and_none_but_its_own_imports_its_package(run_python) -> None:
     run_python(
         """
         import importlib.util, sys
         find_spec = importlib.util.find_spec
         importlib.util.find_spec = lambda name, *rest: None if name == "nnx_lite" else find_spec(name, *rest)
         from nnx import *
-        import nnx
+        import nnx, nnx_core
         assert strategy is nnx.strategy
         assert "Lite" not in dir(nnx) and "Lite" not in globals()
-        assert "nnx_lite" not in sys.modules
-        """
-    )
-
-
-def test_no_name_but_lite_imports_its_package(run_python) -> None:
-    run_python(
-        """
-        import sys
-        import nnx, nnx_core
+        importlib.util.find_spec = nnx_core.find_spec = find_spec
         for name in nnx_core.__all__:
             if "Lite" not in name:
                 getattr(nnx, name)

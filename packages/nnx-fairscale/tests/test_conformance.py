@@ -80,6 +80,9 @@ class TestFairscaleFsdpHabits(StrategyConformance):
     )
 
 
+@pytest.mark.quick(
+    checks=("backward_inside_backward", "reentrant_checkpointing_on_rank_zero", "zeroed_loss_on_one_rank")
+)
 class TestFairscaleFsdpWithoutUnits(StrategyConformance):
     """One flat parameter holds the model, which a backward inside the backward has parts of only."""
 
@@ -95,7 +98,7 @@ class TestFairscaleFsdpWithoutUnits(StrategyConformance):
     )
 
 
-@pytest.mark.quick(checks=("plain_parameters_after_training",))
+@pytest.mark.quick(checks=("accumulation", "plain_parameters_after_training"))
 class TestFairscaleOss(StrategyConformance):
     strategy = "fairscale_oss"
     only = OF_EVERY_ENGINE

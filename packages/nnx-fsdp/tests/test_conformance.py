@@ -44,10 +44,10 @@ SKIPPED = ("skipped_blocks",)
             "two_optimizers_resume",
         ),
         *("resume_from_ddp", "values_in_the_checkpoint"),
+        *("state_dict_saved_on_rank_zero", "load_state_dict_override", "rank_local_state"),
     ),
     groups=(
         "user_patterns.gradients",
-        "user_patterns.state_dicts",
         "user_patterns.writes_per_rank",
         "nodes",
         "lifecycle",
@@ -61,6 +61,7 @@ class TestFsdpAuto(StrategyConformance):
     only = tuple(check.name for check in select_checks() if check.name not in LISTED + SKIPPED)
 
 
+@pytest.mark.full  # as `test_agreement.py`
 class TestFsdpAutoListedExperts(StrategyConformance):
     """The experts would be units, which ranks call in another order."""
 
@@ -69,6 +70,7 @@ class TestFsdpAutoListedExperts(StrategyConformance):
     only = LISTED
 
 
+@pytest.mark.full  # as `test_agreement.py`
 class TestFsdpAutoSkippedBlocks(StrategyConformance):
     """The blocks would be units, and each rank skips another one."""
 

@@ -47,7 +47,7 @@ def alone(pool: WorkerPool) -> Any:
     return run
 
 
-@pytest.mark.quick(every=8)
+@pytest.mark.quick(every=24)
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_fsdp_auto_equals_one_process(pool: WorkerPool, alone: Any, case: str, devices: int) -> None:

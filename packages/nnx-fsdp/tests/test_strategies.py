@@ -99,7 +99,7 @@ def test_hybrid_on_one_node_is_plain_sharding(pool: WorkerPool, expected: Outcom
     assert _check(pool, expected, Run(strategy="fsdp_hybrid", options=BLOCKS))["mesh"] == {(1, 2)}
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full  # the check `activation_checkpointing` tries it
 @pytest.mark.parametrize("classes", [Block, [Block], [Block, torch.nn.Linear]], ids=["one", "list", "two"])
 def test_activation_checkpointing_runs_the_forwards_again_and_changes_no_number(
     pool: WorkerPool, expected: Outcome, classes: Any
@@ -197,6 +197,7 @@ def test_mixed_precision_of_fsdp_computes_in_bfloat16_and_keeps_float32_shards(
     assert results[0].weights["embed.weight"].dtype == torch.float32
 
 
+@pytest.mark.full  # the check `fit_again_with_new_trainer` tries it
 def test_a_second_fit_continues_and_the_module_is_plain_in_between(pool: WorkerPool) -> None:
     run = Run(options={**BLOCKS, "activation_checkpointing": Block}, steps=3)
     expected = pool.run(train_twice, replace(run, strategy="auto", options={}, devices=1), world_size=1)[0]

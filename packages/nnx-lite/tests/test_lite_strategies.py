@@ -35,6 +35,7 @@ def test_a_loop_under_lite_gives_the_losses_of_the_plain_loop_also_when_it_resum
 # --- real launching -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_script_that_uses_lite_starts_its_own_processes(tmp_path: Path) -> None:
     command = [sys.executable, str(examples() / "stage2_lite.py"), "--devices=2", "--strategy=ddp"]
     settings = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
@@ -65,6 +66,7 @@ def test_what_spawned_processes_trained_and_saved_comes_back_and_is_resumed(
         assert seen.losses == pytest.approx(expected[2:], abs=1e-6)
 
 
+@pytest.mark.full  # `test_launching.py` of the core tries it under a strategy of nnx
 def test_a_process_leaves_its_group_before_the_interpreter_goes_under_a_strategy_of_lightning() -> None:
     script = """
 import atexit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,19 @@ TESTS = Path(__file__).parent
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Three raylets of two CPUs each, and a head that has none; this process is connected to them."""
+    with _started(3) as made:
+        yield made
+
+
+@pytest.fixture
+def empty_cluster() -> Iterator[Any]:
+    """A head that has no CPU; this process is connected to it."""
+    with _started(0) as made:
+        yield made
+
+
+@contextmanager
+def _started(nodes: int) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
@@ -30,7 +44,7 @@ def cluster() -> Iterator[Any]:
         shutdown_at_exit=False,
     )
     try:
-        for _ in range(3):
+        for _ in range(nodes):
             made.add_node(num_cpus=2)
         ray.init(address=made.address, log_to_driver=False)
         yield made

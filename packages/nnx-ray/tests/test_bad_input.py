@@ -99,12 +99,12 @@ def test_a_cluster_that_is_too_small_says_what_was_asked_for_and_what_is_free(cl
         trainer_of(nodes=1, resources_per_worker={"tpu": 2}, start_timeout=2).fit(Task(steps=1).module())
 
 
-def test_a_node_with_another_version_is_named_with_it(cluster: Any, tmp_path: Path) -> None:
+def test_a_node_with_another_version_is_named_with_it(empty_cluster: Any, tmp_path: Path) -> None:
     old = tmp_path / "nnx_core-0.0.9.dist-info"
     old.mkdir()
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: nnx-core\nVersion: 0.0.9\n")
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
-    node = cluster.add_node(num_cpus=2, resources={"odd": 2}, env_vars={"PYTHONPATH": path})
+    node = empty_cluster.add_node(num_cpus=2, resources={"odd": 2}, env_vars={"PYTHONPATH": path})
     try:
         with pytest.raises(
             LaunchError, match=r"where rank 0 runs, has nnx-core 0\.0\.9, and .* has 0\.1\.0"
@@ -112,7 +112,7 @@ def test_a_node_with_another_version_is_named_with_it(cluster: Any, tmp_path: Pa
             trainer_of(nodes=1, devices=1, resources_per_worker={"odd": 1}).fit(Task(steps=1).module())
         assert "Install the same version on every node" in caught.value.remedy
     finally:
-        cluster.remove_node(node)
+        empty_cluster.remove_node(node)
 
 
 @pytest.mark.full

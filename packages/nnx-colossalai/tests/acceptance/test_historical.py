@@ -82,6 +82,7 @@ def expect_the_same(seen: dict[str, Any], expected: dict[str, Any], *, exact: bo
 # --- test_invalid_colossalai ----------------------------------------------------------------------
 
 
+@pytest.mark.full  # `test_names_without_plugins.py` of the core reads the same message in its own process
 def test_without_the_package_every_name_says_what_to_install() -> None:
     script = """
         import importlib.metadata

@@ -95,7 +95,8 @@ def test_operations_are_counted_forward_and_backward() -> None:
     assert found.flops == {"0": 3 * one, "1": 3 * one, "": 0}
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.quick(every=2)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_a_step_is_looked_at_as_in_training_wherever_it_is_asked_for(mode: type) -> None:
     expected = look(small_llama(), TOKENS)
     with mode():

@@ -19,6 +19,7 @@ from nnx_core.errors import OptionError, PlanError
 # ---------------------------------------------------------------- what is asked for
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("fraction", [0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.77, 1])
 @pytest.mark.parametrize("model", ["layers", "llama", "ragged"])
 def test_the_fraction_offloaded_is_what_was_asked_for_to_within_one_group(model, fraction):

@@ -13,6 +13,7 @@ from nnx_colossalai.plan.spec import Group, ModelSpec, Placement, RankResources,
 TIERS = list(Tier)
 
 
+@pytest.mark.quick(every=7)
 @pytest.mark.parametrize("seed", range(150))
 def test_memory_is_what_a_recount_of_every_allocation_says(seed):
     spec = random_spec(seed)

@@ -94,6 +94,7 @@ def recorded(text: str) -> list[bool]:
     return [mark == "x" for mark in text]
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("steps", RECORDED)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_scale_follows_the_historical_rule(settings: Settings, steps: str) -> None:
@@ -101,6 +102,7 @@ def test_the_scale_follows_the_historical_rule(settings: Settings, steps: str) -
     assert [run.step(overflow) for overflow in recorded(steps)] == historical(recorded(steps), settings)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_scale_follows_the_historical_rule_on_random_overflows(seed: int) -> None:
     draw = random.Random(seed)
@@ -109,6 +111,7 @@ def test_the_scale_follows_the_historical_rule_on_random_overflows(seed: int) ->
     assert [run.step(overflow) for overflow in steps] == historical(steps, SHORT)
 
 
+@pytest.mark.quick(every=7)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("at", [0, 1, 2, 5, 9, 23])
 def test_the_scale_goes_on_exactly_after_a_resume(settings: Settings, at: int) -> None:

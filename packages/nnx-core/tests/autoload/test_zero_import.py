@@ -40,21 +40,14 @@ def probes(site):
     return site
 
 
-def test_importing_torch_imports_neither_lightning_nor_nnx_and_no_plugin(probes, run_python):
-    run_python(
-        """
-        import torch, sys
-        assert "_nnx_autoload" in sys.modules
-        late = {"lightning", "pytorch_lightning", "nnx", "pluggy", "aa_probe_plugin", "nnx_fsdp"}
-        assert not late & set(sys.modules), late & set(sys.modules)
-        """
-    )
-
-
-def test_names_work_in_a_script_for_trainer_fabric_and_both_mirrors(probes, run_python):
+def test_torch_imports_no_plugin_and_names_work_for_trainer_fabric_and_both_mirrors(probes, run_python):
     run_python(
         """
         import sys
+        import torch
+        assert "_nnx_autoload" in sys.modules
+        late = {"lightning", "pytorch_lightning", "nnx", "pluggy", "aa_probe_plugin", "nnx_fsdp"}
+        assert not late & set(sys.modules), late & set(sys.modules)
         from lightning.pytorch import Trainer
         from lightning.pytorch.strategies import StrategyRegistry
         from lightning.fabric import Fabric
@@ -192,6 +185,7 @@ def test_a_broken_nnx_breaks_neither_torch_nor_lightning_and_is_reported(site, r
     assert "Run `nnx doctor`" in done.stderr
 
 
+@pytest.mark.full  # `test_discovery.py` and `test_hostile_plugins.py` try broken plugins
 def test_broken_plugins_break_neither_lightning_nor_the_other_plugins(probes, run_python):
     probes.add("bb-broken", "import sys; sys.exit(9)")
     probes.add("cc-heavy", "import lightning.pytorch\n" + RAW.replace("probe_", "heavy_"))

@@ -180,7 +180,7 @@ def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return {strategy: str(folder / strategy) for strategy in ("fsdp_auto", "ddp", "auto")}
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize(
     ("source", "target", "devices"),
     [

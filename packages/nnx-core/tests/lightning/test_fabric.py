@@ -48,6 +48,7 @@ def test_setup_of_module_and_optimizer_one_after_the_other_trains_like_one_proce
         assert losses == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.full  # the checks `fabric_accumulation` and `fabric_clipping_by_norm` try it
 def test_accumulation_and_clipping_equal_one_process_and_return_the_norm(pool: WorkerPool) -> None:
     expected = pool.run(accumulate, 1, world_size=1)[0]
     for devices in (2, 3):

@@ -149,6 +149,7 @@ def test_an_optimizer_built_before_sharding_trains_the_sharded_parameters(
         assert report["state"] == ["exp_avg", "exp_avg_sq", "step"]
 
 
+@pytest.mark.full  # the check `error_on_one_rank` tries it
 def test_an_error_on_one_rank_is_seen_and_neither_hangs_nor_kills_the_process(pool: WorkerPool) -> None:
     run = Run(options=OPTIONS, steps=3)
     with pytest.raises(JobError) as failure:

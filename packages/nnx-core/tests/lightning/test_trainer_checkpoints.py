@@ -48,7 +48,7 @@ def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full  # the check `model_checkpoint_keeps_best` tries it
 @pytest.mark.parametrize("save_last", [True, "link"])
 def test_model_checkpoint_keeps_the_best_and_the_last_as_under_lightnings_own_strategy(
     pool: WorkerPool, tmp_path: Path, save_last: Any

@@ -63,7 +63,7 @@ def check(
         assert validated == pytest.approx(expected[1], abs=1e-5, rel=0)
 
 
-@pytest.mark.quick(every=46)
+@pytest.mark.quick(every=92)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("model", MODELS)
 def test_two_processes_have_the_losses_of_one(
@@ -81,7 +81,7 @@ def test_four_processes_have_the_losses_of_one(
     check(pool, references, model, policy, 4, gen_savedir=str(tmp_path))
 
 
-@pytest.mark.quick(every=9)
+@pytest.mark.full  # `test_zero.py` and `test_pipelines.py` replicate units
 @pytest.mark.parametrize("use_zero", [False, True])
 @pytest.mark.parametrize("policy", ["tp", "data", "autodist", "pp"])
 def test_units_of_two_are_replicated_over_four(
@@ -91,7 +91,7 @@ def test_units_of_two_are_replicated_over_four(
     check(pool, references, "plain_gpt", policy, 4, **options)
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("model", MODELS)
 def test_dp_is_bit_equal_to_ddp(pool: WorkerPool, references: References, model: str) -> None:
     case = Case(model, "nnscaler_dp", devices=2)

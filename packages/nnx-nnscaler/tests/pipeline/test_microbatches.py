@@ -146,6 +146,7 @@ def test_other_random_numbers_are_refused() -> None:
         draw_masks_first(graph_of(lambda m, x: m.layer(x) + torch.rand_like(m.layer(x))))
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("variant", ["plain", "causal", "masked", "added", "grouped"])
 def test_attention_with_dropout_becomes_its_steps(variant: str) -> None:
     """Without dropped values the steps give the operator's result."""

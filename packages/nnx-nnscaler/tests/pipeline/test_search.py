@@ -115,6 +115,7 @@ def test_a_loaded_plan_says_the_schedule_of_steps_too(pool: WorkerPool, tmp_path
     assert pool.run(logged, {"load_plan": path}, folder, world_size=2) == saved
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("inner", [1, 2])
 @pytest.mark.parametrize("make", [Deep, lambda: GPT(dropout=0.1)])
 def test_stages_are_compared_with_the_module(make: Callable[[], nn.Module], inner: int) -> None:

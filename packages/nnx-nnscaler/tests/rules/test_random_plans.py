@@ -26,7 +26,7 @@ def traced(request):
     return _made(request.param)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(("size", "seeds"), [(2, range(4)), (4, range(4, 7)), (8, range(7, 8))])
 def test_random_plans_give_the_outputs_and_gradients_of_one_process(traced, size, seeds):
     model, graph = traced

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import sys
 import nnx_nnscaler.backend
@@ -14,6 +16,7 @@ print(*found - {"nnx_nnscaler.ir.program_plan"})  # which is data, and holds pla
 """
 
 
+@pytest.mark.full
 def test_the_backend_imports_nothing_that_plans() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

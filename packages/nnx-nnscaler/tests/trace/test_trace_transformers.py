@@ -85,7 +85,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick(every=8)
+@pytest.mark.quick(every=16)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_graph_equals_its_model(name, mode):
