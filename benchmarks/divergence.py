@@ -70,7 +70,7 @@ def train(every: int, arguments: argparse.Namespace) -> tuple[list[float], list[
     from torch.utils.data import DataLoader, TensorDataset
 
     import nnx
-    from nnx_core.agree.divergence import Watch
+    from nnx_core.agree.divergence import DivergenceCheck
 
     class Stopwatch(Callback):
         def __init__(self) -> None:
@@ -84,14 +84,14 @@ def train(every: int, arguments: argparse.Namespace) -> tuple[list[float], list[
     tokens = torch.randint(256, (arguments.batch * 8, arguments.context + 1))
     data = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=arguments.batch)
     size = {"layers": arguments.layers, "width": arguments.width, "context": arguments.context}
-    stopwatch, compared, compare = Stopwatch(), [], Watch.compare
+    stopwatch, compared, compare = Stopwatch(), [], DivergenceCheck.compare
 
     def timed(*args: Any) -> None:
         began = time.process_time()
         compare(*args)
         compared.append(time.process_time() - began)
 
-    Watch.compare = timed  # type: ignore[method-assign]
+    DivergenceCheck.compare = timed  # type: ignore[method-assign]
     try:
         Trainer(
             accelerator=arguments.accelerator,
@@ -107,7 +107,7 @@ def train(every: int, arguments: argparse.Namespace) -> tuple[list[float], list[
             enable_model_summary=False,
         ).fit(LitGPT(GPTConfig(**size), steps=count), data)
     finally:
-        Watch.compare = compare  # type: ignore[method-assign]
+        DivergenceCheck.compare = compare  # type: ignore[method-assign]
     laps = [after - before for before, after in zip(stopwatch.starts, stopwatch.starts[1:], strict=False)]
     return laps[arguments.warmup :], compared[2:]  # the first two find the replicated tensors
 

@@ -26,7 +26,7 @@ from nnx_conformance.pool import JobError, WorkerPool
 from nnx_conformance.training import mean_over_ranks
 from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.agree.data_sharding import SharedBatches, make_shares
-from nnx_core.agree.divergence import Watch
+from nnx_core.agree.divergence import DivergenceCheck
 from nnx_core.agree.parameter_usage import used_anywhere
 from nnx_core.errors import DisagreementError
 from nnx_test_helpers import async_jobs, checkpoint_jobs
@@ -56,7 +56,7 @@ def talk() -> dict[str, Any]:
     module = torch.nn.Linear(2, 2)
     torch.nn.init.constant_(module.weight, float(rank))
     try:
-        Watch(Whole(None), every=1).compare(module, [])
+        DivergenceCheck(Whole(None), every=1).compare(module, [])
         said["watch"] = ""
     except DisagreementError as error:
         said["watch"] = str(error)

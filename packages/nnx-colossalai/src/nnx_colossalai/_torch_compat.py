@@ -1,6 +1,9 @@
 """Private names of torch that this package uses.
 
 `PRIVATE_NAMES` lists them with the versions that have them; tests/test_private_names.py looks them up.
+
+``FakeTensorMode`` runs a model on tensors without memory. The public way, ``torch.export``, does not show the
+activations that backward keeps.
 """
 
 from __future__ import annotations
@@ -85,10 +88,6 @@ PRIVATE_NAMES = {
 """The private names of torch that this module uses, and the failure if torch lacks one."""
 
 
-# The only public way to run a model on tensors without memory is ``torch.export``, which does not tell the
-# activations that backward keeps.
-
-
 def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the floating point operations of one call; 0 unless it is a kind of matrix product."""
     count = flop_registry.get(operator._overloadpacket)
@@ -109,13 +108,11 @@ def without_guards() -> Iterator[None]:
         yield
 
 
-# FSDP2 gathers a parameter from the memory that the optimizer steps. Chunks need two memories: 16-bit weights
-# to gather and float32 masters to step. No public option allows that, and no public hook tells that a unit is
-# about to be gathered for its backward.
-
-
 class ShardedParameter:
-    """One parameter of an FSDP2 unit.
+    """One parameter of an FSDP2 unit, with masters and gathered shards in separate memory.
+
+    FSDP2 gathers a parameter from the memory that the optimizer steps. Chunks need two memories: 16-bit
+    weights to gather, and float32 masters to step. No public option of FSDP2 allows that.
 
     Args:
         inner: FSDP2's object of the parameter.
@@ -173,7 +170,7 @@ class ShardedParameter:
         return before, after
 
     def gather_from(self, source: Tensor) -> None:
-        """Gather from `source`, which is flat and padded; FSDP2 converts it to the working dtype."""
+        """Set the flat and padded memory to gather from; FSDP2 converts it to the working dtype."""
         self._inner._sharded_param_data = source
 
     def let_go(self) -> None:
@@ -184,6 +181,8 @@ class ShardedParameter:
 
 class Gathered:
     """The parameters of one module that FSDP2 gathers together.
+
+    FSDP2 has no public hook before the gather for a backward, so `watch` wraps its methods.
 
     Args:
         module: The module.
@@ -275,7 +274,7 @@ def gathered_together(module: FSDPModule) -> list[Gathered]:
 
 
 def is_under_way(root: nn.Module) -> bool:
-    """Return True if a forward or a backward has begun and not ended; between steps an error is the cause."""
+    """Return True if a forward or a backward has begun and not ended; between steps, because of an error."""
     return any(
         state._state_ctx.post_backward_final_callback_queued or state._state_ctx.iter_forward_root is not None
         for state in states_of(root)
@@ -327,9 +326,9 @@ def accumulator_of(tensor: Tensor) -> Any:
 
 
 def will_run(node: Any) -> bool | None:
-    """Return True if the running backward will execute a node; None if autograd does not tell.
+    """Return True if the running backward will execute a node; None if autograd does not know.
 
-    Autograd does not tell it of the inputs of ``torch.autograd.grad``.
+    Autograd does not know it for the inputs of ``torch.autograd.grad``.
     """
     try:
         return will_execute(node)

@@ -1,7 +1,7 @@
-"""The engine behind the colossalai strategies: a model in chunks that lie where a plan puts them.
+"""The backend of the colossalai strategies: models in chunks, each chunk in the memory of its tier.
 
-It owns what the core asks of a strategy. How one model is laid out is `model`'s, where its chunks lie the
-plan's. Steps that run out of device memory are repeated here.
+`ColossalAIBackend` implements the interface of the core and repeats steps that run out of device memory.
+`model` builds one chunked model, and `plan` chooses the tiers of its chunks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class ColossalAIBackend(PartsBackend[ColossalAIOptions]):
-    """Holds a model in chunks, each placed on the device or in host memory as the plan says.
+    """Holds models in chunks, on the device or in host memory, by a plan.
 
     Between steps the user's module has its masters, which optimizers, checkpoints and callbacks see.
     """
@@ -51,14 +51,14 @@ class ColossalAIBackend(PartsBackend[ColossalAIOptions]):
         self._device: Device[Any] | None = None
 
     def setup(self, context: ParallelContext) -> None:
-        """Take the rank's device."""
+        """Make the device of this rank, or use the one that the user passed."""
         super().setup(context)
         self._device = self._make_device(context)
         if self._is_limited(self._device):
             self._retrying = Retrying(self._device, context.world_size)
 
     def _is_limited(self, device: Device[Any]) -> bool:
-        """Return True if it may run out of memory: not the host with all that it has."""
+        """Return True if the device may run out of memory: always, except for the host without a budget."""
         return not isinstance(device, HostDevice) or self.options.device_memory is not None
 
     def _make_device(self, context: ParallelContext) -> Device[Any]:
@@ -71,12 +71,12 @@ class ColossalAIBackend(PartsBackend[ColossalAIOptions]):
 
     @property
     def device(self) -> Device[Any]:
-        """What holds the chunks of this rank, and counts what is copied; there from `setup` on."""
+        """The device of this rank, which allocates chunks and counts copied bytes; `setup` sets it."""
         assert self._device is not None
         return self._device
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Find the chunks, plan where they lie, and lay them out."""
+        """Find the chunks of a module, plan their tiers, and place them."""
         if module in self._models:
             return {}
         self._refuse_what_another_model_has(module)
@@ -91,15 +91,15 @@ class ColossalAIBackend(PartsBackend[ColossalAIOptions]):
         return model.replaced
 
     def summary(self, module: nn.Module) -> str:
-        """The number of chunks; the plan is a table of its own."""
+        """Return the number of chunks; the log has the plan as a table."""
         count = len(self._models[module].placing.found)
         return f"{count} {'chunk' if count == 1 else 'chunks'}, placed by the plan above"
 
     def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Take over optimizers, whose state may change the plan.
+        """Set up optimizers, and move chunks if the size of their state changes the plan.
 
         Raises:
-            UnsupportedError: One of them holds parameters of another model too.
+            UnsupportedError: An optimizer also holds parameters of another model.
         """
         model = self._models[module]
         for optimizer in optimizers:
@@ -109,13 +109,13 @@ class ColossalAIBackend(PartsBackend[ColossalAIOptions]):
         super().setup_optimizers(module, optimizers)
 
     def _refuse_what_another_model_has(self, module: nn.Module) -> None:
-        """Every chunk is one model's, and so is every optimizer's step."""
+        """Raise an error if another model, or its optimizer, holds parameters of this module."""
         own = set(module.parameters())
         for other in self._models:
             if not own.isdisjoint(other.parameters()):
                 raise UnsupportedError(
                     f"{type(module).__name__} and {type(other).__name__}, which was set up before, share "
-                    "parameters, and a parameter lies in one chunk only.",
+                    "parameters, and a parameter belongs to one chunk only.",
                     remedy="Set up one module that holds both.",
                 )
         for optimizer in self._owners:
@@ -128,7 +128,7 @@ class ColossalAIBackend(PartsBackend[ColossalAIOptions]):
             raise _steps_several(optimizer)
 
     def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Give the module its masters, whole, and take the chunks down."""
+        """Restore the module's unsharded masters as plain parameters, and free its chunks."""
         model = self._models.pop(module, None)
         if model is None:
             return {}
@@ -139,14 +139,14 @@ class ColossalAIBackend(PartsBackend[ColossalAIOptions]):
         return model.undo()
 
     def teardown(self) -> None:
-        """End the device's threads, unless it was brought by the user."""
+        """Close the device, unless the user passed it."""
         self._retrying = None
         if self._device is not None and not isinstance(self.options.device, Device):
             self._device.close()
         self._device = None
 
     def run_step(self, module: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run the step with working weights; out of device memory, with a lower plan again."""
+        """Run the step with working weights; repeat it in lower tiers if device memory runs out."""
         model = self._models.get(module)
         if model is None:
             return step(*args, **kwargs)
@@ -158,14 +158,14 @@ class ColossalAIBackend(PartsBackend[ColossalAIOptions]):
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
-        """Keep gradients on this rank until the first backward outside of it."""
+        """Keep gradients on this rank until the first backward outside of the context."""
         with ExitStack() as stack:
             for root, model in self._of(module):
                 stack.enter_context(model.engine.no_sync(root))
             yield
 
     def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients; out of device memory, with a lower plan again."""
+        """Compute gradients; repeat forward and backward in lower tiers if device memory runs out."""
         run = partial(super().backward, module, loss, *args, **kwargs)
         with ExitStack() as stack:
             for _, model in self._of(module):
@@ -176,12 +176,12 @@ class ColossalAIBackend(PartsBackend[ColossalAIOptions]):
                 self._retrying.backward([model for _, model in self._of(module)], loss, run)
 
     def _of(self, module: nn.Module) -> list[tuple[nn.Module, ChunkedModel]]:
-        """What was laid out of what the core passes: a module, or several in one, as for Fabric."""
+        """Return the chunked models of a module: its own, or those of its children, as Fabric passes them."""
         modules = [module] if module in self._models else list(module.children())
         return [(root, self._models[root]) for root in modules if root in self._models]
 
     def grad_scaler(self, default: torch.amp.GradScaler) -> torch.amp.GradScaler | None:
-        """The dynamic scale of the options, in place of Lightning's; a scaler of the user's own stays."""
+        """Return the dynamic loss scale of the options for Lightning's scaler; keep the user's own scaler."""
         if isinstance(default, DynamicLossScaler) or not _is_as_made_by_lightning(default):
             return super().grad_scaler(default)
         options = self.options
@@ -197,58 +197,58 @@ class ColossalAIBackend(PartsBackend[ColossalAIOptions]):
         return DynamicLossScaler(self, rule, enabled=default.is_enabled())
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Step where the masters are, at once or in the background."""
+        """Run an optimizer's step over the masters, at once or in the background."""
         owner = self._owners.get(optimizer)
         if owner is None:
             return step(*args, **kwargs)
         if not args and kwargs.get("closure") is None:
-            # A forward since the last backward has left working weights, which hooks of the step would see.
+            # A forward without a backward has left working weights, which hooks of the step would see.
             owner.engine.end_step()
         return super().optimizer_step(optimizer, step, *args, **kwargs)
 
     def step_shards(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Step chunk by chunk, in the background if nothing forbids it."""
+        """Step the masters chunk by chunk, in the background if possible."""
         if self._owner_ranks.serves(optimizer):
             step = partial(self._owner_ranks.step, optimizer, step)
         return self._owners[optimizer].stepper.step(optimizer, step, *args, **kwargs)
 
     def state_parts(self, module: nn.Module) -> StateParts | None:
-        """Optimizer state reads as unsharded above one rank."""
+        """Return an object that shows user code unsharded optimizer state, above one rank."""
         return self._models[module].engine.state_parts(self.state_refusal)
 
     def state_refusal(self, optimizer: Optimizer) -> str | None:
-        """Finish all pending steps first: state that user code reads must have been stepped."""
+        """Return the reason of the core, after all pending steps: user code must read stepped state."""
         self._finish()
         return super().state_refusal(optimizer)
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Around work on masters and optimizer state, once all pending steps are over."""
+        """Context manager for work on masters and optimizer state; it begins after all pending steps."""
         self._finish()
         yield
 
     def views(self, optimizer: Optimizer) -> Iterable[View]:
-        """Return the parameters, if this rank holds shards of their masters."""
+        """Return the parameters of which this rank holds shards."""
         owner = self._owners.get(optimizer)
         return () if owner is None else owner.engine.views()
 
     def written(self, module: nn.Module) -> Mapping[str, int]:
-        """What was written into weights that the ranks hold in shards."""
+        """Return checksums of user code's writes into sharded weights, by name."""
         model = self._models.get(module)
         return {} if model is None else model.engine.written(module)
 
     def model_state(self, module: nn.Module) -> ModelState:
-        """Handles on the masters, once all pending steps are over."""
+        """Return handles on the masters, after all pending steps."""
         self._finish()
         return super().model_state(module)
 
     def finish_load(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Make working weights of the masters that were loaded."""
+        """Refresh the working weights from the loaded masters."""
         for _, model in self._of(module):
             model.refresh()
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """Give every rank rank 0's buffers; evaluation, which follows, looks at masters anew."""
+        """Broadcast rank zero's buffers; the evaluation that follows refreshes the working weights."""
         super().sync_buffers(module)
         for _, model in self._of(module):
             model.distrust()
@@ -274,7 +274,7 @@ def _as_float32(value: Tensor) -> Tensor:
 
 
 def _is_as_made_by_lightning(scaler: torch.amp.GradScaler) -> bool:
-    """Return True if nobody has chosen its settings."""
+    """Return True if a scaler has torch's default settings, so the user has chosen none."""
     plain = torch.amp.GradScaler("cpu")
     settings = ("get_scale", "get_growth_factor", "get_backoff_factor", "get_growth_interval")
     return type(scaler) is torch.amp.GradScaler and (
@@ -283,14 +283,14 @@ def _is_as_made_by_lightning(scaler: torch.amp.GradScaler) -> bool:
 
 
 def make_device(context: ParallelContext, *, capacity: int | None = None) -> Device[Any]:
-    """The device of a rank.
+    """Return the device of a rank.
 
     Args:
-        context: The place of the rank in the world.
-        capacity: Bytes that it may use there; None: what there is, or most of it on a card.
+        context: The rank of this process and the world size.
+        capacity: The bytes that the rank may use; None for all memory of the host, or most of a GPU's.
 
     Raises:
-        UnsupportedError: There is no engine for that kind of device.
+        UnsupportedError: Chunks do not support this kind of device.
     """
     kind = context.device.type
     if kind == "cpu":

@@ -51,7 +51,7 @@ def resources(
     """
     control = control_group() if group is not None else None
     if rates is None:
-        # A simulated device is not measured: its copies tell nothing of the machine, and plans must repeat.
+        # A simulated device is not measured: its copies are not the machine's, and its plans must repeat.
         real = isinstance(device, HostDevice) or device.torch_device.type != "cpu"
         rates = _measured(device, dtype, group, control) if real else Rates()
     host = available_host_bytes(local_world_size) if host_bytes is None else host_bytes

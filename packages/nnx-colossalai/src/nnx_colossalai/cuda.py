@@ -2,10 +2,10 @@
 
 Only this file calls ``torch.cuda``. It was written without a GPU at hand: no line of it has run on one yet.
 
-No tensor is given to ``record_stream``, which would free memory at times that depend on timing. Instead the
-device refers to all tensors of a copy until it is complete, and `release` makes the compute stream wait for
-copies that still use the memory. The allocator reuses memory in the order of the compute stream, so it never
-reuses memory under a copy.
+The device does not use ``record_stream``, which would free memory at times that depend on timing. Instead it
+refers to all tensors of a copy until the copy is complete. `release` makes the compute stream wait for copies
+that still use the memory. The allocator reuses memory in the order of the compute stream, so it never reuses
+memory that a copy uses.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class CudaDevice(Device[torch.cuda.Event]):
         self.torch_device = torch.device("cuda", index)
         self.traffic = Traffic()
         free, total = torch.cuda.mem_get_info(index)
-        # Memory that the caching allocator holds is not free for CUDA, but it is for us.
+        # Memory that the caching allocator holds is not free for CUDA, but this process can use it.
         available = free + torch.cuda.memory_reserved(index)
         self._fraction_before: float | None = None
         if capacity is None:
@@ -114,7 +114,7 @@ class CudaDevice(Device[torch.cuda.Event]):
     def release(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         with self._lock:
-            # The allocator hands the memory to the compute stream next, so that stream waits for the copies.
+            # The compute stream gets the memory next, so it waits for the copies.
             for running in self._running:
                 if any(_shares(used, tensor) for used in running.tensors):
                     self._stream().wait_event(running.event)
@@ -187,7 +187,7 @@ class CudaDevice(Device[torch.cuda.Event]):
         return torch.cuda.current_stream(self.torch_device)
 
     def _converted(self, source: Tensor, dtype: torch.dtype) -> Tensor:
-        # Called with the lane as the current stream: the allocator gives the memory back to the lane only.
+        # Called with the lane as the current stream: the allocator reuses the memory on that lane only.
         return self._with_room(source.numel() * dtype.itemsize, lambda: source.to(dtype))
 
     def _converted_on_host(self, source: Tensor, dtype: torch.dtype) -> Tensor:
@@ -203,7 +203,7 @@ class CudaDevice(Device[torch.cuda.Event]):
         try:
             return allocate()
         except torch.OutOfMemoryError:
-            # Running copies keep tensors alive that nobody else holds.
+            # Running copies hold tensors that are deleted elsewhere.
             with self._lock:
                 for running in self._running:
                     running.event.synchronize()

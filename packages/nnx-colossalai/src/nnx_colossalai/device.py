@@ -1,4 +1,4 @@
-"""The device interface of the engine: memory with a budget, copy lanes beside compute, events.
+"""Define the device interface of the engine: memory with a budget, copy lanes that overlap compute, events.
 
 `HostDevice` implements it for CPU training, where the host is the device. `nnx_colossalai.cuda.CudaDevice`
 implements it for CUDA. The tests have a third: a host with a byte budget, a bandwidth and random delays, on
@@ -50,12 +50,12 @@ class Device(ABC, Generic[EventT]):
     @property
     @abstractmethod
     def capacity(self) -> int:
-        """Bytes that this rank may use on the device."""
+        """The bytes that this rank may use on the device."""
 
     @property
     @abstractmethod
     def used(self) -> int:
-        """Bytes of device memory that are in use now."""
+        """The bytes of device memory that are in use now."""
 
     @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -117,20 +117,14 @@ class Device(ABC, Generic[EventT]):
 
     @abstractmethod
     def compute_waits(self, event: EventT) -> None:
-        """Let kernels launched from now on start after the event; the caller does not wait."""
+        """Make kernels launched from now on wait for the event; the caller does not wait."""
 
     @abstractmethod
     def host_waits(self, event: EventT) -> None:
         """Wait until the event is complete and this thread can read the tensor that it wrote."""
 
     def close(self) -> None:
-        """Complete all copies and end all threads; the device must not be used afterwards."""
-
-
-# The host as the device, for training on CPU.
-#
-# Copies are real and complete when `copy` returns, so no event is needed. It has no thread, and its ledger
-# keeps no memory alive.
+        """Wait for all copies and end all threads; the device must not be used afterwards."""
 
 
 def host_memory() -> int:
@@ -139,7 +133,10 @@ def host_memory() -> int:
 
 
 class HostDevice(Device[None]):
-    """A device in host memory, with a budget.
+    """A device in host memory with a budget, for training on CPU.
+
+    Copies are real, and complete when `copy` returns, so no event is necessary. The device has no thread, and
+    its ledger keeps no memory alive.
 
     Args:
         capacity: The budget in bytes; None divides the machine's memory among its ranks.

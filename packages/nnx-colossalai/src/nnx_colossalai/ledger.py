@@ -40,7 +40,7 @@ class _Entry:
 
 
 class Ledger:
-    """The account of one device in host memory.
+    """Accounts for the memory of one simulated device.
 
     Args:
         name: The name of the device in errors.
@@ -186,11 +186,11 @@ _REMEDY = (
 
 
 class DeviceMemoryError(NnxError, MemoryError):
-    """A device has no room for an allocation.
+    """Raised when a device has no room for an allocation.
 
     Args:
-        message: The sentence that names the failure.
-        remedy: The sentence that tells the user how to avoid it.
+        message: A sentence that names the failure.
+        remedy: A sentence that says how to avoid it.
         asked: The bytes requested.
         used: The bytes in use at that moment.
         allowed: The bytes that this rank may use.

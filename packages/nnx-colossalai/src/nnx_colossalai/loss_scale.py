@@ -18,12 +18,12 @@ from nnx_core.lightning.namespaces import trainer_tree
 from nnx_core.optimizers.gradients import ParallelGradScaler
 from nnx_core.options import check_choice
 
-# The dynamic loss scale with hysteresis, equal on all ranks and kept in checkpoints. It is a
-# `torch.amp.GradScaler`, so Lightning's precision plugins scale, unscale, step and save with it.
-
 
 class DynamicLossScaler(ParallelGradScaler):
     """A gradient scaler that follows a `LossScaleRule`; overflow on one rank skips the step on all.
+
+    The scale is equal on all ranks, and checkpoints have it. As a `torch.amp.GradScaler` it works with
+    Lightning's precision plugins.
 
     Args:
         backend: The backend whose gradients are unscaled.
@@ -116,9 +116,6 @@ class DynamicLossScaler(ParallelGradScaler):
         )
 
 
-# The rule of the loss scale, as in lightning-colossalai, on plain numbers; `DynamicLossScaler` applies it.
-
-
 @dataclass(frozen=True, slots=True)
 class LossScaleState:
     """The state of a loss scale between two updates.
@@ -136,7 +133,9 @@ class LossScaleState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScaleRule:
-    """The dynamic loss scale with hysteresis.
+    """The rule of a dynamic loss scale with hysteresis, as in lightning-colossalai.
+
+    `DynamicLossScaler` applies it.
 
     Attributes:
         initial_scale: The initial scale.
@@ -177,9 +176,9 @@ class LossScaleRule:
             (
                 self.min_scale <= self.initial_scale <= self.max_scale < float("inf"),
                 f"{low}, {first}, {high} are not in this order",
-                "Start between the least and the largest scale.",
+                "Start between the smallest and the largest scale.",
             ),
-            (self.growth_factor > 1, f"{shown['growth_factor']} lets nothing grow", "Pass, say, 2."),
+            (self.growth_factor > 1, f"{shown['growth_factor']} is not above 1", "Pass, say, 2."),
             (0 < self.backoff_factor < 1, f"{shown['backoff_factor']} is not in (0, 1)", "Pass, say, 0.5."),
             (self.growth_interval >= 1, f"{shown['growth_interval']} is no number of steps", "Pass 1000."),
             (self.hysteresis >= 1, f"{shown['hysteresis']} is no number of overflows", "Pass 1 or more."),
@@ -207,17 +206,14 @@ class LossScaleRule:
         return LossScaleState(min(state.scale * self.growth_factor, self.max_scale))
 
 
-# `ColossalAIPrecision`: mixed precision for the Trainer under lightning-colossalai's name.
-#
-# On a GPU ``Trainer(precision="16-mixed")`` does the same. On the CPU Lightning replaces that by 'bf16-mixed'
-# before a strategy sees it, but keeps this plugin. The strategy has the loss scale.
-
-
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 class ColossalAIPrecision:
     """A precision plugin for the Trainer of the imported Lightning package, on CPU and GPU.
+
+    On a GPU ``Trainer(precision="16-mixed")`` does the same. On the CPU Lightning replaces that name by
+    'bf16-mixed' before a strategy sees it, but keeps this plugin. The strategy has the loss scale.
 
     Args:
         precision: The precision: ``"16-mixed"``, also as 16, or ``"bf16-mixed"`` without a loss scale.

@@ -211,7 +211,7 @@ class Placing:
         planned = evaluate(self.spec, self._resources, placement, self._constraints)
         if planned.memory.device > self._resources.device_bytes:
             log.warning(
-                "The plan %r needs %s on the device, but %s are allowed. It is used anyway.",
+                "Using the plan %r although it needs %s of device memory (%s are allowed).",
                 path,
                 size_text(planned.memory.device),
                 size_text(self._resources.device_bytes),
@@ -223,7 +223,7 @@ class Placing:
         if self._is_limited:
             for optimizer in optimizers:
                 self._note(optimizer_state(optimizer).note)
-        # Only the state's size is new. The other counts stay: laid out parameters may be empty by now.
+        # Only the state's size is new. The other counts stay: parameters in chunks may be empty by now.
         spec = replace(self.spec, optimizer_bytes=self._counted(optimizers).optimizer_bytes)
         if spec == self.spec or self._options.plan is not None:
             return False
@@ -269,7 +269,7 @@ class Placing:
         return first
 
     def _report(self, what: str) -> None:
-        """Log the plan and write the files that the options name. Collective."""
+        """Log the plan, and write the files that the options name. Collective."""
         with together(control_group(), doing="writing the plan"):
             if self._context.rank == 0:
                 count = len(self.found)
@@ -320,7 +320,7 @@ def constraints_of(options: ColossalAIOptions, names: Iterable[str]) -> Constrai
 
 
 class ChunkedModel:
-    """A module whose parameters are in chunks.
+    """One module in chunks, with its plan, its engine and its stepper.
 
     Args:
         module: The user's module.
@@ -328,10 +328,11 @@ class ChunkedModel:
         context: The rank of this process and the world size.
         device: The device that allocates and copies.
         options: The options of the strategy.
-        before: The peak memory of models laid out earlier.
+        before: The peak memory of models planned earlier, which the budgets are reduced by.
 
     Attributes:
         module: The user's module.
+        placing: The plan of the module.
         replaced: The new parameter of each replaced one.
         engine: The engine that holds the chunks.
         stepper: The stepper of the optimizers.
@@ -358,7 +359,7 @@ class ChunkedModel:
             self._refuse_cuda_graphs()
             self.engine = make_engine(context, device, dtype)
             self.replaced = self.engine.parallelize(module, self.placing.units())
-        # A model that cannot be laid out is left as it was.
+        # After an error the model must be as before.
         except BaseException:
             self._recomputing.undo()
             raise
@@ -526,7 +527,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class Recomputing:
-    """Activation checkpointing of chosen layers.
+    """Applies activation checkpointing to chosen layers.
 
     Args:
         root: The model.

@@ -70,7 +70,7 @@ class HybridAdam(torch.optim.Adam):
         if nvme_offload_fraction or nvme_offload_dir is not None:
             raise OptionError(
                 f"{name}(nvme_offload_fraction={nvme_offload_fraction!r}, nvme_offload_dir="
-                f"{nvme_offload_dir!r}): moments lie on the device or in host memory, not on disk.",
+                f"{nvme_offload_dir!r}): moments are on the device or in host memory, not on disk.",
                 remedy="Leave both out; placement_policy and offload_fraction of the strategy offload.",
             )
         super().__init__(
@@ -143,12 +143,6 @@ def _check_bias_correction(name: str, bias_correction: bool) -> None:
         )
 
 
-# torch's optimizers that step each parameter by itself, and the kernel for parameters in host memory.
-#
-# For host memory torch runs a slow loop unless `fused=True` selects its fused kernel. Every tier selects it,
-# so that all tiers give bitwise the same result. A kernel that the user chose stays.
-
-
 _EACH_BY_ITSELF: tuple[type[Optimizer], ...] = (
     Adadelta,
     Adafactor,
@@ -164,6 +158,8 @@ _EACH_BY_ITSELF: tuple[type[Optimizer], ...] = (
     Rprop,
     SGD,
 )
+"""torch's optimizers that step every parameter by itself."""
+
 _FULL_TENSORS = (Adafactor, Muon)
 
 
@@ -189,17 +185,21 @@ def steps_each_parameter(step: Callable[..., Any]) -> bool:
 
 
 def needs_full_tensors(optimizer: Optimizer) -> bool:
-    """Return True if its update reads full rows, columns or products, so that shards must communicate."""
+    """Return True if an update reads full rows, columns or products, so that shards must communicate."""
     return isinstance(optimizer, _FULL_TENSORS)
 
 
 def in_host_memory(parameter: Tensor) -> bool:
-    """Return True if the CPU steps it."""
+    """Return True if the CPU steps a parameter."""
     return parameter.device.type == "cpu"
 
 
 def groups_for_step(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return param groups for one step that select the fused kernel; the user's groups are unchanged."""
+    """Return param groups for one step that select the fused kernel; the user's groups are unchanged.
+
+    In host memory torch runs a slow loop unless ``fused=True`` selects its fused kernel. Every tier selects
+    it, so that all tiers give bitwise the same result. A kernel that the user chose stays.
+    """
     return [split for group in optimizer.param_groups for split in _split(optimizer, group)]
 
 
@@ -227,7 +227,7 @@ def _may_be_fused(group: dict[str, Any]) -> bool:
 def _can_be_fused(parameter: Tensor) -> bool:
     if parameter.grad is not None and parameter.grad.is_sparse:
         return False
-    # In 16 bits the fused kernel rounds otherwise than the user's own step.
+    # In 16 bits the fused kernel does not round like the user's own step.
     wide = parameter.dtype in (torch.float32, torch.float64)
     return wide and in_host_memory(parameter) and not isinstance(parameter, DTensor)
 
@@ -249,14 +249,11 @@ def _alike(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[list[Tens
             yield same
 
 
-# DeepSpeed's CPU Adam as an optional kernel for the user's own Adam or AdamW.
-#
-# It is not the default: its results differ from torch's in the last bits, and its first use compiles for
-# minutes. The optimizer's state keeps torch's form, so checkpoints do not depend on the kernel.
-
-
 class DeepSpeedAdam:
-    """Steps the parameters of a shadow optimizer that DeepSpeed's kernel supports.
+    """Steps the parameters of a shadow optimizer that DeepSpeed's CPU Adam kernel supports.
+
+    It is not the default: its results differ from torch's in the last bits, and its first use compiles for
+    minutes. The optimizer's state keeps torch's form, so checkpoints do not depend on the kernel.
 
     Raises:
         OptionError: DeepSpeed is not installed.
@@ -274,7 +271,7 @@ class DeepSpeedAdam:
         self._engines: dict[bool, Any] = {}
 
     def serves(self, optimizer: Optimizer) -> bool:
-        """Return True if it is an Adam whose gradients no loss scaler still has to unscale."""
+        """Return True if an optimizer is Adam, and no loss scaler still has to unscale its gradients."""
         return isinstance(optimizer, Adam) and getattr(optimizer, "found_inf", None) is None
 
     def step(self, shadow: Optimizer) -> None:
@@ -316,7 +313,7 @@ class DeepSpeedAdam:
 
 
 def _fits(parameter: Tensor) -> bool:
-    """Return True if the kernel can step it: contiguous float32 memory, a gradient with the same strides."""
+    """Return True if the kernel can step it: a contiguous float32 tensor, a gradient of the same strides."""
     grad = parameter.grad
     alike = grad is not None and grad.layout == torch.strided and grad.stride() == parameter.stride()
     return (

@@ -1,7 +1,7 @@
-"""Options of the colossalai strategies, with the standard library only, so that `nnx show` imports no torch.
+"""Define the options of the colossalai strategies, without torch, so that `nnx show` is fast.
 
-The first block has the arguments of lightning-colossalai's ColossalAIStrategy. Arguments without an effect
-there do now as its documentation says, or raise an error with the reason.
+The first block has the arguments of lightning-colossalai's ColossalAIStrategy. Some have no effect there;
+here they work as its documentation says, or raise an error with the reason.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ OUT_OF_MEMORY = (DeviceMemoryError, torch.OutOfMemoryError)
 
 
 _TIME_FOR_ALL = 5.0
-"""Seconds to wait for the other ranks to run out of memory too: all ranks lower the plan, or none."""
+"""Seconds to wait until the other ranks run out of memory too: all ranks lower the plan, or none."""
 
 
 _ASKED = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
@@ -90,7 +90,7 @@ class _Forward:
         """
         for tensor in (loss, *self.outputs):
             if tensor.grad_fn is not None:
-                # A view cannot be detached in index.
+                # A view cannot be detached in place.
                 with suppress(RuntimeError):
                     tensor.detach_()
         self.outputs = []
@@ -117,7 +117,7 @@ class Retrying:
                 break
             except OUT_OF_MEMORY as error:
                 failure = self._as_ours(error)
-            # Outside of the handler, where the error's frames are gone with the tensors that they hold.
+            # Outside of the handler: the error's frames are freed, with the tensors that they hold.
             freed = self._lower(model, failure, after=freed, why_not=self._why_no_forward_retry(model))
             # The retry draws the same dropout masks.
             random_state.restore(forward.random_state)
@@ -134,7 +134,7 @@ class Retrying:
             loss: The tensor that backward begins at.
             run: The function that runs the backward.
         """
-        # Asked before the backward: afterwards its gradients are mixed with earlier ones.
+        # Checked before the backward, which mixes its gradients with earlier ones.
         accumulated = any(_has_gradients(model) for model in models)
         last = self._last.pop(models[0], None) if len(models) == 1 else None
         gradients: dict[int, Tensor] = {}
@@ -181,7 +181,7 @@ class Retrying:
         Returns:
             The bytes freed.
         """
-        # A collective that only some ranks have begun would be matched with another one of the retry.
+        # A collective that only some ranks have begun would be matched with a different one of the retry.
         if self._world_size > 1 and not all_arrive(
             f"out of device memory after {collectives_issued()} collectives", timeout=_TIME_FOR_ALL
         ):

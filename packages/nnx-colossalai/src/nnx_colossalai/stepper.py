@@ -2,6 +2,9 @@
 
 The backend's ``optimizer_step`` calls `Stepper`. The user's ``step`` always runs exactly once, with its
 closure, its hooks and the wrappers of schedulers. `Stepper` only changes the parameters that it finds.
+
+Steps in the background run on one thread, `Background`. Each chunk has a `Share` of a step, and a `Ticket`
+that the main thread waits for before it uses the chunk.
 """
 
 from __future__ import annotations
@@ -78,7 +81,7 @@ class Stepper:
         self._logged: set[str] = set()
 
     def setup_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Let state dict hooks wait for background steps; call it before the first step."""
+        """Register state dict hooks that wait for background steps; call it before the first step."""
         if not self._overlaps:
             return
         for optimizer in optimizers:
@@ -108,8 +111,8 @@ class Stepper:
         given = take_closure(args, kwargs)
         touched: list[Chunk] = []
 
-        # torch's steps call the closure first and read param_groups after it: only in between are the
-        # gradients complete and the groups still exchangeable, after the user's own pre-step hooks.
+        # torch's steps call the closure first and read param_groups after it. Only in between are gradients
+        # complete and groups still exchangeable, and the user's own pre-step hooks have run.
         def closure_then_take_over() -> Any:
             loss = None if given.closure is None else given.closure()
             self._show_masters()
@@ -170,6 +173,7 @@ class Stepper:
         now: dict[Chunk, ChunkGroups] = {}
         later: dict[Chunk, ChunkGroups] = {}
         for chunk, groups in by_chunk.items():
+            # A step in host memory is slow enough for the background; one on the device is quick.
             if overlaps and chunk.tier.steps_on_host and _is_in_host_memory(groups):
                 later[chunk] = groups
                 continue
@@ -177,6 +181,7 @@ class Stepper:
             if self._steps_as_share(optimizer, groups):
                 now[chunk] = groups
         shares = self._take_shares(optimizer, {**now, **later})
+        # The user's own step finds only the parameters that no share steps; `_groups_kept` restores the rest.
         optimizer.param_groups = _without(optimizer, (*now.values(), *later.values()))
         optimizer.param_groups = groups_for_step(optimizer)
         for share in shares[: len(now)]:
@@ -322,13 +327,6 @@ def _reason_against(optimizer: Optimizer) -> str | None:
     return None
 
 
-# One background thread steps chunk by chunk; the main thread waits with tickets.
-#
-# A `Share` holds aliases of masters and gradients, taken on the main thread. Meanwhile the parameter objects
-# may change: their data becomes working weights, `zero_grad` drops their gradients, guards make readers wait.
-# The thread still steps the masters with the gradients of the submitted step.
-
-
 class OptimizerStepError(NnxError, RuntimeError):
     """An optimizer failed in the background thread; the next use of the chunk raises it.
 
@@ -341,7 +339,10 @@ class OptimizerStepError(NnxError, RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """One chunk's share of a step.
+    """One chunk's share of a step: aliases of its masters and gradients, taken on the main thread.
+
+    The parameter objects may change before the background steps the share: ``data`` shows working weights,
+    and ``zero_grad`` drops gradients. The aliases keep the masters and gradients of the submitted step.
 
     Attributes:
         chunk: The chunk whose masters are stepped.
@@ -365,7 +366,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 def take_share(
     chunk: Chunk, optimizer: Optimizer, groups: Sequence[tuple[dict[str, Any], list[nn.Parameter]]]
 ) -> Share:
-    """Capture masters, gradients, settings and state for the step of a chunk.
+    """Return the masters, gradients, settings and state for the step of a chunk.
 
     Args:
         chunk: The chunk to be stepped.
@@ -465,10 +466,10 @@ class Ticket:
 
 
 def _guard_gradient(parameter: nn.Parameter, ticket: Ticket) -> None:
-    """Let every use of the gradient wait for its step, except setting ``grad`` to None."""
+    """Make every use of the gradient wait for its step, except setting ``grad`` to None."""
     # The thread still reads the gradient: an in-place change such as zero_() would reach the step.
     gradient = cast("nn.Parameter", parameter.grad)
-    held = weakref.ref(gradient)  # in its own attribute it would keep itself alive
+    held = weakref.ref(gradient)  # a strong reference in its own guard would keep it alive
 
     def wait() -> None:
         # Not `ticket.wait`: the error of a failed step belongs to the masters, the gradient is readable.

@@ -1,4 +1,4 @@
-"""The strategy class with the name and the arguments of lightning-colossalai's.
+"""Define `ColossalAIStrategy`, with the name and the arguments of the class in lightning-colossalai.
 
 ``Trainer(strategy="colossalai")`` and `nnx.strategy` build the same engine.
 """

@@ -181,8 +181,8 @@ def test_chunks_are_numbered_in_the_order_of_the_last_forward(pool: WorkerPool) 
 @pytest.mark.parametrize(
     ("when", "what"),
     [
-        ("laid out", "laying chunks out"),
-        ("step", "trying whether the weights of a step fit"),
+        ("laid out", "placing chunks"),
+        ("step", "allocating the weights of a step"),
         ("moved", "moving chunks"),
     ],
 )

@@ -36,7 +36,7 @@ def test_what_nobody_has_fixed_is_not_called_given() -> None:
     tiers = (*[Tier.STREAMED] * 4, Tier.GATHERED)
     assert table(*tiers)[2].endswith("  as given")
     found = _Search(SPEC, RESOURCES, Constraints()).planned(tiers)
-    assert plan_table(SPEC, RESOURCES, found).splitlines()[2].endswith("  fastest of what was compared")
+    assert plan_table(SPEC, RESOURCES, found).splitlines()[2].endswith("  fastest of those compared")
 
 
 def test_layers_of_other_tiers_sizes_or_names_are_lines_of_their_own() -> None:

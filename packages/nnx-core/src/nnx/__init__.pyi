@@ -1,4 +1,4 @@
-"""What type checkers see of the public API."""
+"""The types of the public API."""
 
 import nnx_checkpoint
 import nnx_conformance

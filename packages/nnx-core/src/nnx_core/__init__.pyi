@@ -1,4 +1,4 @@
-"""What type checkers see of nnx-core; `nnx_core.__init__` imports each name when it is first used."""
+"""The types of nnx-core; `nnx_core.__init__` imports each name on first use."""
 
 from nnx_core.backend import Backend as Backend
 from nnx_core.backend import ParallelContext as ParallelContext

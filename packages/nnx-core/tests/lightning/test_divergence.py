@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nnx
 from nnx_conformance.pool import JobError, WorkerPool
-from nnx_core.agree.divergence import Watch, checksum
+from nnx_core.agree.divergence import DivergenceCheck, checksum
 from nnx_core.backend import Backend, NoOptions
 from nnx_core.lightning.callbacks import _AsItIs
 
@@ -159,7 +159,7 @@ def compare(backend: type[Backend[NoOptions]], used: str) -> str:
     model[used if torch.distributed.get_rank() == 1 else "a"](torch.ones(1, 2)).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        Watch(backend(NoOptions()), every=1).after_step(model, lambda: [optimizer])
+        DivergenceCheck(backend(NoOptions()), every=1).after_step(model, lambda: [optimizer])
     except nnx.NnxError as error:
         return str(error)
     return ""

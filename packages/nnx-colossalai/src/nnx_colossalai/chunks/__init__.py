@@ -1,1 +1,1 @@
-"""Working weights, masters and gradients of a layer, held together."""
+"""Hold the working weights, masters and gradients of each layer together."""

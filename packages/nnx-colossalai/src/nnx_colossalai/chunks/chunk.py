@@ -1,9 +1,13 @@
-"""A chunk: the parameters of one layer, which are placed, fetched, stepped and refreshed together.
+"""Define a chunk: the parameters of one layer, which are placed, fetched, stepped and refreshed together.
 
-Between steps the user's module holds the *masters*: what optimizers, checkpoints, callbacks and clipping see,
-in float32 under a mixed precision. Within a step, from a unit's forward to the end of the backward, it
-computes with *working* weights of the precision's dtype. At world size 1 both are the user's own parameter
-objects, whose ``data`` changes; above it masters are DTensors and working weights are FSDP2's.
+Between steps the user's module holds the master weights, or *masters*, in float32 under a mixed precision.
+Optimizers, checkpoints, callbacks and clipping see them. Within a step, from a unit's forward to the end of
+the backward, the module computes with *working* weights in the dtype of the precision. At world size 1 both
+are the user's own parameter objects, whose ``data`` changes. Above it masters are DTensors, and FSDP2 gathers
+the working weights.
+
+`Chunk` and `ChunkEngine` are the interface of both engines. The functions search the nested inputs and
+outputs of modules for tensors.
 """
 
 from __future__ import annotations
@@ -39,10 +43,10 @@ __all__ = [
 
 
 class Chunk(ABC):
-    """One chunk of a model that is laid out.
+    """One chunk of a model, in the memory of its tier.
 
     Attributes:
-        index: Place in the order in which the last forward used the chunks.
+        index: The position in the order in which the last forward used the chunks.
         name: The name in the plan.
         tier: The tier in the plan.
         masters: The parameters that the module and the optimizers hold between steps, by full name.
@@ -55,23 +59,19 @@ class Chunk(ABC):
 
     @abstractmethod
     def refresh(self) -> None:
-        """Make the working weights equal to the masters again, which were changed; may end after the return.
+        """Copy changed masters to the working weights.
 
-        Called by whichever thread has stepped the masters. The next use of the chunk waits for it.
+        The thread that has stepped the masters calls it. The copy may outlast the call; the next use of the
+        chunk waits for it.
         """
 
     @abstractmethod
     def set_pending(self, wait: Callable[[], None] | None) -> None:
-        """What to call before the chunk's masters or working weights are used next; None: nothing.
+        """Make the next use of the chunk's masters or working weights call `wait`; None removes it.
 
-        An optimizer that steps in the background sets it for every chunk, before it returns. Whoever uses
-        the chunk next (a forward, the checkpoint, a callback that reads a parameter) calls it once.
+        A background step sets it for each of its chunks before ``optimizer.step()`` returns. The next
+        forward, checkpoint or callback that uses the chunk calls it once.
         """
-
-
-# What the backend needs of the two ways to hold chunks.
-#
-# `LocalEngine` serves one process, `ShardedEngine` several, on FSDP2.
 
 
 T = TypeVar("T")
@@ -82,11 +82,10 @@ class Unit:
     """A module whose parameters become one chunk.
 
     Attributes:
-        name: Full name of the module; ``""`` for the root, which takes what no other unit has.
-        module: The module; the chunk is needed while its forward and its backward run.
-        parameters: By full name, those of the module that are in no unit inside of it. One object is in one
-            unit.
-        tier: The tier that the plan puts it in.
+        name: The full name of the module; ``""`` for the root, which has the parameters of no other unit.
+        module: The module; its forward and its backward need the chunk.
+        parameters: The parameters that are in no inner unit, by full name; each is in one unit only.
+        tier: The tier in the plan.
     """
 
     name: str
@@ -96,20 +95,22 @@ class Unit:
 
 
 class ChunkEngine(ABC):
-    """Lays chunks out, gets them where a step needs them, and collects their gradients.
+    """Places chunks, fetches them for a step, and collects their gradients.
 
-    Between steps ``module.parameters()`` are the masters and their ``grad``, where there is one, is complete,
-    in the masters' dtype and memory. In a step with gradients the masters are back when backward has ended.
+    `LocalEngine` does so at world size 1, `ShardedEngine` above it with FSDP2.
+
+    Between steps ``module.parameters()`` are the masters, and every gradient is complete, in the dtype and
+    memory of its master. A step with gradients restores the masters at the end of its backward.
 
     Args:
-        context: The place of this process in the world.
-        device: Memory and copies.
-        working_dtype: The dtype of the weights that forward and backward compute with; None keeps the
-            masters' own, which are then the working weights too in the tiers that are all on the device.
+        context: The rank of this process and the world size.
+        device: The device that allocates and copies.
+        working_dtype: The dtype of the weights that forward and backward compute with. None keeps the
+            masters' dtype; masters on the device are then the working weights too.
 
     Attributes:
-        chunks: The chunks of the module that is laid out.
-        at_end: `nnx_core.backend.Backend.at_end`; by default every rank keeps the masters.
+        chunks: The chunks of the module.
+        at_end: The attribute of `nnx_core.backend.Backend`; by default every rank keeps the masters.
         is_watched: True if the ranks are compared after this step.
     """
 
@@ -126,67 +127,64 @@ class ChunkEngine(ABC):
 
     @abstractmethod
     def parallelize(self, root: nn.Module, units: Sequence[Unit]) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Lay the module out; see `nnx.Backend.parallelize`. The root's unit is the last."""
+        """Put the module into chunks, as `nnx.Backend.parallelize` does; the root's unit is the last."""
 
     @abstractmethod
     def unparallelize(self, root: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
-        """See `nnx.Backend.unparallelize`; masters are what the module gets back."""
+        """Restore plain parameters with the masters' values, as `nnx.Backend.unparallelize` does."""
 
     @abstractmethod
     def run_step(self, root: nn.Module, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """See `nnx.Backend.run_step`."""
+        """Run a step with working weights, as `nnx.Backend.run_step` does."""
 
     @abstractmethod
     def no_sync(self, root: nn.Module) -> AbstractContextManager[Any]:
-        """See `nnx.Backend.no_sync`."""
+        """Accumulate gradients without reducing them, as `nnx.Backend.no_sync` does."""
 
     def backward_pass(self) -> AbstractContextManager[Any]:
-        """Around a backward: gradients are complete at its end."""
+        """Context manager for a backward; all gradients are complete at its end."""
         return nullcontext()
 
     def views(self) -> Iterable[View]:
-        """Return the parameters that an optimizer's step sees as this rank's shards: none on one rank."""
+        """Return the parameters that an optimizer's step sees as this rank's shards; none at world size 1."""
         return ()
 
     def written(self, root: nn.Module) -> Mapping[str, int]:
-        """See `nnx.Backend.written`."""
+        """Return checksums of user code's writes, as `nnx.Backend.written` does."""
         return {}
 
     def state_parts(self, refusal: Callable[[Optimizer], str | None]) -> StateParts | None:
-        """How optimizers' state is shown whole to user code; None if this rank has all of it.
+        """Return an object that shows user code unsharded optimizer state; None if no state is sharded.
 
         Args:
-            refusal: As of `nnx_core.view.hidden_optimizer_state.StateParts`.
+            refusal: The argument of `nnx_core.view.hidden_optimizer_state.StateParts`.
         """
         return None
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait for whatever is pending: masters, gradients and working weights are complete then."""
+        """Wait until masters, gradients and working weights are complete."""
 
     @abstractmethod
     def end_step(self) -> None:
-        """An optimizer is about to step: show the masters, unless a forward or a backward is under way.
+        """Show the masters before an optimizer steps, unless a forward or a backward is running.
 
-        A forward that no backward followed has left working weights in their places.
+        A forward without a backward has left working weights in the module.
         """
 
     @abstractmethod
     def move(self, root: nn.Module, tiers: Mapping[str, Tier]) -> None:
-        """Place chunks otherwise, between two steps; optimizer state is the caller's. Collective."""
-
-
-# Tensors inside of what modules and steps are given and return.
+        """Move chunks to other tiers, between two steps; the caller moves optimizer state. Collective."""
 
 
 def cast_to(dtype: torch.dtype, value: Any) -> Any:
-    """A nested value with its floating-point tensors at another dtype.
+    """Return a nested value with its floating-point tensors cast to a dtype.
 
     Example:
         >>> cast_to(torch.bfloat16, (torch.ones(1), torch.tensor([2]), "three"))
         (tensor([1.], dtype=torch.bfloat16), tensor([2]), 'three')
     """
-    # The usual first: looking into any value takes longer than a small kernel.
+    # The usual values first: mapping over any other value takes longer than a small kernel.
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if type(value) is tuple:
@@ -197,7 +195,7 @@ def cast_to(dtype: torch.dtype, value: Any) -> Any:
 
 
 def tensors_with_gradient(value: Any) -> list[Tensor]:
-    """The tensors in a nested value that require gradients.
+    """Return the tensors in a nested value that require gradients.
 
     Example:
         >>> len(tensors_with_gradient({"loss": torch.ones(1, requires_grad=True), "size": (1, "two")}))
@@ -222,7 +220,7 @@ def is_transparent(value: Any) -> bool:
 
 
 def kept_outputs(module: nn.Module) -> list[Tensor]:
-    """What a forward has left on modules beside its result, such as an auxiliary loss, to be used in another.
+    """Return tensors with a graph that a forward has left on modules, such as an auxiliary loss.
 
     Example:
         >>> layer = nn.Linear(2, 2)

@@ -1,7 +1,8 @@
-"""Run a chunked model at world size 1: the user's parameters over flat buffers, copies beside compute.
+"""Run a chunked model at world size 1: parameters are views of flat buffers, and copies overlap compute.
 
-`LocalEngine` lays a module out, hooks its modules, and undoes both. `Step` decides when parameters show
-working weights or masters. `local_chunk` holds one chunk, `local_gradients` moves gradients to the masters.
+`LocalEngine` places the chunks of a model, hooks its modules, and undoes both. `Step` decides when parameters
+show working weights or masters. `local_chunk` holds one chunk, `local_gradients` moves gradients to the
+masters.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _WITH_STATISTICS = (
 
 
 class LocalEngine(ChunkEngine):
-    """Holds the chunks of one module in one process.
+    """Holds the chunks of one module at world size 1.
 
     Parameters that are no ordinary floating-point tensors stay outside of chunks, on the device. Layers with
     running statistics keep their dtype in a step, because torch does not mix dtypes in them.
@@ -95,7 +96,7 @@ class LocalEngine(ChunkEngine):
         return replaced
 
     def _materialize(self, root: nn.Module, units: Sequence[Unit]) -> dict[nn.Parameter, nn.Parameter]:
-        """Give parameters on the meta device values; tied parameters stay tied."""
+        """Allocate and initialize parameters that are on the meta device; tied parameters stay tied."""
         slots = [
             (module, name, parameter)
             for module in root.modules()
@@ -162,11 +163,11 @@ class LocalEngine(ChunkEngine):
             self._hooks += (first, last)
             if module not in unit_of.values() and len(chunks) == 1 and not chunks[0].is_streamed:
                 # The unit's own hooks have made the chunk ready, and a chunk that is not streamed stays so:
-                # the unit silences the hooks of the modules inside to save two calls for each forward.
+                # the unit silences the hooks of inner modules, which saves two calls for each forward.
                 before, after = enters[unit_of[chunks[0]]].inner
                 before.append(first)
                 after.append(last)
-        # Two chunks in flight: the host adds one up while the lane copies the other.
+        # Two chunks in transfer: the host adds one to its totals while the lane copies the other.
         self._gradients.limit = 2 * max((chunk.nbytes for chunk in self.chunks), default=0)
 
     def _dtype_of_inputs(self, module: nn.Module) -> torch.dtype | None:
@@ -235,11 +236,10 @@ def _depth(tier: Tier) -> int:
     return list(Tier).index(tier)
 
 
-# The order of use, predicted from the last step of the same kind (with or without gradients).
-
-
 class Order:
     """Remembers the uses of chunks and predicts the next one.
+
+    The last step of the same kind, with or without gradients, predicts the order.
 
     Args:
         chunks: The chunks in the probable order of their first uses.
@@ -283,15 +283,6 @@ def number(chunks: Iterable[LocalChunk]) -> None:
         chunk.index = index
 
 
-# A step at world size 1: it shows, fetches and releases working weights, and restores the masters.
-#
-# A step begins with `LocalEngine.run_step` or with the first forward of a module that has working weights.
-# It ends with its backward, or at once if no backward can follow. Hooks on modules tell which chunks a
-# forward uses. Hooks on their outputs tell when a backward begins to use a chunk. The gradients of a chunk's
-# parameters and of its module's inputs tell when a backward has used it. Any other use of a parameter meets
-# the guard.
-
-
 @dataclass(slots=True, eq=False)
 class _Frame:
     """A running forward."""
@@ -302,17 +293,17 @@ class _Frame:
     silenced: tuple[Silenced, ...] = ()
 
     def end(self) -> None:
-        """Restore the hooks of modules inside."""
+        """Restore the hooks of inner modules."""
         # The first are pre-forward hooks, which `_connect` has put before those of the user.
         for number, silenced in enumerate(self.silenced):
             silenced.end(are_first=number == 0)
 
 
 class _Window:
-    """The backward of one forward of streamed weights: it fetches them and frees them after the last use.
+    """The backward of one forward of streamed weights: it fetches them, and frees them after the last use.
 
-    It opens with the first gradient of an output. It closes with the last gradient that autograd will compute
-    of the chunk's parameters and of the inputs: no node after these reads the weights.
+    It opens at the first gradient of an output. It closes after the last gradient that autograd will compute
+    for the chunk's parameters and the forward's inputs: no later node reads the weights.
 
     Args:
         step: The step that the forward belongs to.
@@ -323,6 +314,7 @@ class _Window:
     def __init__(self, step: Step, chunk: LocalChunk, inputs: Sequence[Tensor]) -> None:
         self.chunk = chunk
         self._step = step
+        # Collected in the forward: its inputs are at hand, but only the backward knows which nodes will run.
         self._nodes: dict[Any, Any] = {}
         self._missing: set[Any] = set()
         self._is_open = False
@@ -331,18 +323,18 @@ class _Window:
             self._nodes[number] = accumulator_of(tensor)
             self._handles.append(tensor.register_hook(lambda _, key=number: self.complete(key)))  # type: ignore[no-untyped-call]
         for slot in chunk.trained:
-            # Cached until the step ends: it takes an operator call to find the node.
+            # Cached until the step ends, because an operator call is necessary to find the node.
             if slot.accumulator is None:
                 slot.accumulator = accumulator_of(slot.parameter)
             self._nodes[slot] = slot.accumulator
 
     def follow(self, module: nn.Module, output: Any) -> None:
-        """Watch for the backward at the end of the forward: outputs and tensors kept on modules start it."""
+        """Hook the tensors that a backward may start at: outputs, and tensors kept on modules."""
         for tensor in (*tensors_with_gradient(output), *kept_outputs(module)):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self._open())  # type: ignore[no-untyped-call]
         if not is_transparent(output) or _shows_inner_outputs(module):
-            # Its backward may start at a tensor that has no hook of ours: keep the weights until the end.
+            # A backward may start at a tensor without our hook, so the weights stay until the step ends.
             self.chunk.hold()
 
     def _open(self) -> None:
@@ -355,9 +347,11 @@ class _Window:
         # Gradients are enabled in a backward with create_graph=True: a later one reads the weights again.
         if torch.is_grad_enabled():
             self.chunk.hold()
-        # Asked in the backward, because it may compute some gradients only: others would never complete.
+        # Found only now: a backward may compute only some gradients, and a wait for the others would keep the
+        # weights on the device.
         expected = {key: will_run(node) for key, node in self._nodes.items()}
-        # The key None completes at the end of the backward, where autograd does not tell which nodes run.
+        # The key None completes at the end of the backward: autograd does not tell which nodes run, or none
+        # of them does.
         if None in expected.values():
             self._missing = {None}
         else:
@@ -381,7 +375,7 @@ class _Window:
 
 
 def _shows_inner_outputs(module: nn.Module) -> bool:
-    """Return True if user hooks see outputs of modules inside, which they may keep."""
+    """Return True if user hooks see outputs of inner modules, which they may keep."""
     return any(
         not getattr(hook, "is_of_chunks", False)
         for inner in module.modules()
@@ -393,8 +387,18 @@ def _shows_inner_outputs(module: nn.Module) -> bool:
 class Step:
     """One step of the chunks with working weights, from the first forward to the end of the backward.
 
-    It tracks calls of `run` (``_running``), forwards that run (``_frames``), forwards whose backward is open
-    or to come (``_windows``), and backwards that run (``_backwards``, by autograd's number).
+    A step begins with `LocalEngine.run_step`, or with the first forward of a module with working weights. It
+    ends with its backward, or at once if no backward can follow. Hooks drive it:
+
+    - Hooks on modules show which chunks a forward uses.
+    - Hooks on outputs show when a backward begins to use a chunk.
+    - Hooks on the chunk's parameters and its module's inputs show when a backward has used it.
+
+    The guard of a parameter covers every other use.
+
+    A step tracks calls of `run` (``_running``), running forwards (``_frames``), forwards whose backward is
+    open or may follow (``_windows``), and running backwards (``_backwards``, by autograd's number). User code
+    nests all four: a step may run backwards, and a backward may run forwards and other backwards.
 
     Args:
         chunks: All chunks in their probable order; chunks without working weights only count in the order.
@@ -448,6 +452,8 @@ class Step:
         for window in self._windows:
             window.close()
         self._windows.clear()
+        # In this order: totals are complete, then parameters show masters, then they get the totals. torch
+        # rejects a gradient whose dtype is not that of the data.
         self._listener.end_backward()
         self._gradients.finish()
         for chunk in self._chunks:
@@ -461,7 +467,7 @@ class Step:
         self._listener.stop(self._chunks)
 
     def reset(self) -> None:
-        """Show masters, and drop all that is under way."""
+        """Show masters, and drop running forwards and backwards."""
         while self._frames:
             self._frames.pop().end()
         self._backwards.clear()
@@ -469,12 +475,12 @@ class Step:
         self.end()
 
     def show_masters(self) -> None:
-        """Show masters, also inside of `run`, unless a forward or a backward is under way."""
+        """Show masters, also inside of `run`, unless a forward or a backward is running."""
         if not self._frames and current_backward() == NO_BACKWARD:
             self.end()
 
     def finish(self) -> None:
-        """Show masters, unless `run`, a forward or a backward is under way."""
+        """Show masters, unless `run`, a forward or a backward is running."""
         if not self._running and not self._frames and current_backward() == NO_BACKWARD:
             self.reset()
 
@@ -511,7 +517,7 @@ class Step:
         if is_complete or not torch.is_grad_enabled() or needs_no_backward(result):
             self.end()
             return
-        # These hooks tell of a backward at its start, and of one that reaches no parameter.
+        # These hooks notice a backward at its start, and one that reaches no parameter.
         for tensor in tensors_with_gradient(result):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self.backward_runs())  # type: ignore[no-untyped-call]
@@ -534,15 +540,15 @@ class Step:
             module: The module of the forward.
             args: The arguments of the forward.
             kwargs: The keyword arguments of the forward.
-            inner: The pre-forward and the forward hooks of modules inside, silenced until the forward ends.
+            inner: The pre-forward and the forward hooks of inner modules, silenced until the forward ends.
         """
         if dtype is None and self._is_inside(chunks, module):
             return None
         if dtype is not None:
             args, kwargs = cast_to(dtype, args), cast_to(dtype, kwargs)
         self._forget_failures()
-        # A forward that backward runs again: it may start a backward inside of this one, so gradients of one
-        # parameter may come twice and cannot wait for each other.
+        # Checkpointing repeats a forward in the backward. That forward may start a backward of its own, which
+        # may compute a second gradient of one parameter: neither can wait for the other.
         if current_backward() != NO_BACKWARD and torch.is_grad_enabled():
             self._listener.stop_grouping()
         self.begin()
@@ -552,7 +558,7 @@ class Step:
             chunk.users += 1
             frame.chunks.append(chunk)
             chunk.make_ready()
-            # The outermost forward of a chunk only: its window spans those of the modules inside.
+            # The outermost forward of a chunk only: its window spans those of inner modules.
             if chunk.users == 1 and chunk.is_streamed and torch.is_grad_enabled():
                 window = _Window(self, chunk, tensors_with_gradient((args, kwargs)))
                 frame.windows.append(window)
@@ -561,14 +567,14 @@ class Step:
         return None if dtype is None else (args, kwargs)
 
     def _is_inside(self, chunks: Sequence[LocalChunk], module: nn.Module) -> bool:
-        """Return True if a forward runs inside of another and its chunks are ready until the step ends."""
+        """Return True if a forward runs inside of another, and its chunks are ready until the step ends."""
         if not self._frames or self._frames[-1].module is module:
             return False
         return all(chunk.is_settled for chunk in chunks)
 
     def leave(self, module: nn.Module, output: Any) -> None:
         """End a forward, after its return or its error."""
-        # `enter` makes no frame where nothing is to be done, and is not called where an earlier hook raises.
+        # There may be no frame: `enter` skips some forwards, and an earlier hook may have raised an error.
         if not self._frames or self._frames[-1].module is not module:
             return
         frame = self._frames.pop()
@@ -605,21 +611,23 @@ class Step:
         """Record the backward that runs; hooks call it any number of times in each."""
         number = current_backward()
         if number not in self._backwards:
+            # A backward inside of another may compute a second gradient of one parameter: grouped, the two
+            # would be added in 16 bits.
             if self._backwards:
                 self._listener.stop_grouping()
             else:
                 self._listener.begin_backward()
             self._backwards.add(number)
             when_backward_ends(partial(self._backward_over, number))
-        # create_graph=True: the gradients have a graph of their own, which reads the weights once more.
+        # Gradients are enabled with create_graph=True: a backward of the gradients reads the weights again.
         if torch.is_grad_enabled():
             self._is_differentiated = True
         self._reopen()
 
     def _reopen(self) -> None:
-        """Begin the step again if it has ended: the backward is of a graph that was kept."""
+        """Begin the step again if it has ended, because a backward repeats on a retained graph."""
         if not self._is_active:
-            # Backward disables gradients, by which `begin` would take it for an evaluation.
+            # Backward disables gradients, so `begin` would take the step for an evaluation.
             with torch.enable_grad():
                 self.begin()
 
@@ -630,17 +638,17 @@ class Step:
         if self._listener.end_backward():
             self._has_accumulated = True
         self._gradients.finish()
-        # More of the step follows after a backward inside of a forward, after one with create_graph=True, and
-        # after `torch.autograd.grad` inside of `run`, which accumulates nothing.
+        # The step continues after a backward inside of a forward, after one with create_graph=True, and after
+        # `torch.autograd.grad` inside of `run`, which accumulates nothing.
         if self._frames or self._is_differentiated or (self._running and not self._has_accumulated):
             self._continue()
         else:
             self.end()
 
     def _continue(self) -> None:
-        """Keep showing working weights after a backward, beside the gradients so far."""
+        """Keep showing working weights after a backward, with the gradients so far."""
         self._is_differentiated = False
-        # None is the key of windows that could not tell their last gradient.
+        # None is the key of windows whose last gradient was unknown.
         for window in self._windows:
             window.complete(None)
         for chunk in self._chunks:
@@ -656,9 +664,6 @@ class Step:
         for window in self._windows:
             if window.chunk is chunk:
                 window.complete(slot)
-
-
-# Hooks on the modules that use working weights; a copy or a pickle of a module has none of them.
 
 
 class _Hook:
@@ -679,7 +684,7 @@ class Enter(_Hook):
         dtype: The dtype that its floating-point inputs are cast to, if any.
 
     Attributes:
-        inner: The pre-forward and the forward hooks of modules inside, silenced while the forward runs.
+        inner: The pre-forward and the forward hooks of inner modules, silenced while the forward runs.
     """
 
     def __init__(self, step: Step, chunks: Sequence[LocalChunk], dtype: torch.dtype | None) -> None:

@@ -1,9 +1,9 @@
 """Hold one chunk at world size 1: its masters, its working weights, and the switch between them.
 
 The user's parameter objects stay. Their ``data`` is a view of the masters' buffer between steps and of the
-working buffer in a step. Masters on the device in the working dtype are the working weights themselves, and
-need nothing of this file. Otherwise the first use waits for a background step, for refreshed weights or for
-a fetch from host memory. The hook of the chunk's module starts this; for other uses a guard does.
+working buffer in a step. Masters on the device in the working dtype are the working weights themselves: no
+switch is necessary. Otherwise the first use waits for a background step, for refreshed weights or for a fetch
+from host memory. The hook of the chunk's module starts this; a guard starts it for other uses.
 """
 
 from __future__ import annotations
@@ -26,26 +26,22 @@ from nnx_colossalai.ledger import DeviceMemoryError
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.view.pending import guard_pending, unguard_pending
 
-# Parameters packed into flat buffers without padding.
-#
-# A `Segment` holds parameters of one kind: one dtype between steps, one dtype in a step, all trained or all
-# frozen. Parameters whose size has the largest power of two as a factor come first. So each one is aligned
-# as well as its own size allows.
-
-
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _WIDEST = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Parameters of one kind, in their order in each flat buffer.
+    """Parameters of one kind, packed into flat buffers without padding.
+
+    One kind has one dtype between steps and one dtype in a step, and is all trained or all frozen. Parameters
+    whose size has the largest power of two as a factor come first, so that each one is aligned.
 
     Attributes:
         dtype: The dtype between steps.
         working_dtype: The dtype in a step.
         names: The full names of the parameters.
-        parameters: The user's objects.
+        parameters: The user's parameter objects.
         offsets: The offset of each parameter's first element.
         numel: The number of all elements.
         templates: Meta tensors with the shape and strides of each.
@@ -136,10 +132,10 @@ class Slot:
     """One parameter of a chunk.
 
     Attributes:
-        parameter: The user's object.
-        template: Its shape and strides, on the meta device.
+        parameter: The user's parameter object.
+        template: A meta tensor with its shape and strides.
         master: The master, which is its data between steps.
-        working: The working weight, which is its data in a step; None if the master serves.
+        working: The working weight, which is its data in a step; None if the master is the working weight.
         on_host: True if the master is in host memory.
         total: The sum of its gradients while a backward runs, in the master's dtype and memory.
         memory: Host memory of the last total, for the next one unless the user holds the last gradient.
@@ -187,7 +183,7 @@ class Working(Enum):
     AWAITED = auto()
     """A background step refreshes the weights after it has stepped the masters."""
     WANTED = auto()
-    """As AWAITED, and the background fetches them to the device, because the next forward asked for them."""
+    """As AWAITED, and the background step also fetches the weights, because the next forward needs them."""
     FRESH = auto()
     """The weights have the masters' values."""
 
@@ -211,7 +207,7 @@ class _Buffers:
 
     Attributes:
         master: The tensor that the optimizer steps.
-        working: Device memory of the working weights; None if the master serves.
+        working: Device memory of the working weights; None if the master is the working weight.
         source: Host memory that `working` is fetched from, if it is streamed.
         views: The views of `working`, made while it had memory.
         event: The event of the last copy that wrote `working`.
@@ -226,7 +222,7 @@ class _Buffers:
 
 
 class LocalChunk(Chunk):
-    """Parameters that are placed and fetched together.
+    """One chunk at world size 1: parameters that are placed and fetched together.
 
     Args:
         name: The name in the plan.
@@ -380,7 +376,7 @@ class LocalChunk(Chunk):
                 parameter.grad = view_like(flat, template).copy_(gradient.detach())
 
     def take_down(self) -> None:
-        """Give the parameters memory of their own, and free the chunk's."""
+        """Copy the parameters to memory of their own, and free the chunk's memory."""
         for segment in self._segments:
             for parameter in segment.parameters:
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
@@ -394,7 +390,7 @@ class LocalChunk(Chunk):
             # Refreshed at the next use, because the user may change masters until then.
             self._working = Working.STALE
             return
-        # Pending: the background thread calls, and uses on the main thread wait for its ticket.
+        # The background thread calls while the chunk is pending; uses on the main thread wait for its ticket.
         self._refresh_working()
         with self._lock:
             before, self._working = self._working, Working.FRESH
@@ -412,7 +408,7 @@ class LocalChunk(Chunk):
             guard_pending(self.masters.values(), self._touched)
 
     def finish(self) -> None:
-        """Wait for the optimizer; this is no use of the chunk."""
+        """Wait for the background step, without counting a use of the chunk."""
         unguard_pending(self.masters.values())
         self._wait()
 
@@ -425,10 +421,10 @@ class LocalChunk(Chunk):
                 self._pending = None
 
     def _touched(self) -> None:
-        """Wait for a master that is being stepped, because the user accesses it between steps."""
+        """Wait for a pending step, because the user accesses a master between steps."""
         unguard_pending(self.masters.values())
         self._wait()
-        # The user has the plain tensor now, and may change it in ways that count no version.
+        # The user now has the plain tensor, and may change it without a new version.
         self._working = Working.STALE
         self._on_use(self)
 
@@ -500,7 +496,7 @@ class LocalChunk(Chunk):
 
     def _refresh_working(self) -> None:
         """Copy the masters' values to the working weights, or to the host memory they are fetched from."""
-        # Without guards, because a guarded parameter answers its version through a slower Python call.
+        # Without guards, because a guarded parameter returns its version through a slower Python call.
         with torch.no_grad(), without_guards():
             for buffers in self._buffers:
                 self._refresh_buffers(buffers)
@@ -568,12 +564,12 @@ class LocalChunk(Chunk):
             slot.parameter.data = slot.master
             slot.accumulator = None
         self._shown = Shown.MASTERS
-        # Unused in this step, so the optimizer may still step it.
+        # The step did not use the chunk, so the background may still step it.
         if self._pending is not None:
             guard_pending(self.masters.values(), self._touched)
             return
         self.let_go()
-        # The optimizer is about to change the masters, or their host copy: no copy may still read them.
+        # The optimizer changes the masters or their host copy next: no copy may still read them.
         for buffers in self._buffers:
             if buffers.event is not None:
                 self._device.host_waits(buffers.event)

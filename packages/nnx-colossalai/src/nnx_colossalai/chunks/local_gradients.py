@@ -25,10 +25,10 @@ from nnx_colossalai.device import Device
 from nnx_core._torch_compat import foreach_copy_
 
 _BATCH = 1 << 20
-"""Elements that wait to be converted together: Python between two kernels costs more than its own time."""
+"""Elements that wait for one conversion: a Python call between two kernels costs more than a small kernel."""
 
 _LARGE = 1 << 14
-"""Elements from which a total has memory of its own."""
+"""The smallest number of elements of a total with memory of its own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +71,7 @@ class Gradients:
             if slot in self._unconverted:
                 self._convert()
             parameter.grad = None
-            # In the working dtype if the user has set it, or a failed backward has left it.
+            # It has the working dtype if the user has set it, or if a failed backward has left it.
             if kept.dtype != slot.master.dtype:
                 kept = kept.to(slot.master.dtype)
             slot.total = kept if slot.total is None else self._sum(slot, slot.total, kept)
@@ -210,7 +210,7 @@ class Gradients:
     def give(self, slot: Slot) -> None:
         """Set the total as the parameter's gradient; the parameter shows its master."""
         parameter, master = slot.parameter, slot.master
-        # No gradient of autograd's, those are taken: the user has set it in the step, or it was there before.
+        # The user has set this gradient in the step, or it was there before: autograd's are in the total.
         given = parameter.grad
         if given is not None and (given.dtype != master.dtype or given.device != master.device):
             given = given.to(master.device, master.dtype)
@@ -244,25 +244,23 @@ def _on_host(slot: Slot, allocate: Callable[[int, torch.dtype], Tensor]) -> Tens
     return slot.memory.detach().as_strided(*slot.geometry)
 
 
-# Hooks on parameters: one call for each gradient, or one for all small gradients of a chunk.
-#
-# A Python call between two kernels costs about as much as a small kernel. So a chunk with masters on the
-# device learns which of its small parameters gets its gradient last. Later backwards silence the hooks of the
-# others, and convert their gradients together with the last one, or at the end if the order has changed.
-# Every parameter has its hook when a backward begins, and the first hook that is called silences the others,
-# so that every backward is noticed.
-#
-# Two gradients of one parameter in one backward must not be added in the working dtype. Nested backwards, and
-# forwards inside of a backward, which may start one, end the grouping for good. One case escapes: a nested
-# backward that runs no forward, was absent when the order was learned, and reaches a small parameter twice.
-
-
 _SMALL = 1 << 20
-"""Elements up to which a gradient waits for others of its chunk; larger ones have a call of their own."""
+"""The most elements of a gradient that waits for others of its chunk."""
 
 
 class Listener:
-    """Hooks on the parameters of chunks.
+    """Hooks parameters of chunks: one call for each gradient, or one for all small gradients of a chunk.
+
+    A Python call between two kernels costs about as much as a small kernel. So a chunk with masters on the
+    device learns which of its small parameters gets its gradient last. Later backwards silence the hooks of
+    the others, and convert all gradients together with the last one. If the order has changed, the end of the
+    backward converts the rest. Every parameter has its hook when a backward begins, so that every backward is
+    noticed: the first call silences the other hooks.
+
+    Two gradients of one parameter in one backward must not be added in the working dtype. So grouping ends
+    for good at a nested backward, or at a forward inside of a backward, which may start one. One case
+    escapes: a nested backward that runs no forward, was absent when the order was learned, and reaches a
+    small parameter twice.
 
     Args:
         gradients: The object that collects gradients for the masters.

@@ -1,11 +1,12 @@
-"""Chunks above world size 1: every unit is one of torch's FSDP2, its memory is where the plan puts it.
+"""Run a chunked model above world size 1: every chunk is one FSDP2 unit, in the memory of its tier.
 
-In all tiers each rank holds its part of the masters as DTensors, and FSDP2 gathers working weights and
-reduces gradients in float32 under a mixed precision: sum over the ranks, divided by their number, added to
-what is there. On the device FSDP2 gathers from the masters; in host memory from a copy in the working
-dtype, which lies on the device (offloaded) or beside the masters (streamed).
+In all tiers each rank holds its shard of the masters as DTensors, and FSDP2 gathers working weights. It
+reduces gradients in float32 under a mixed precision: it sums them over the ranks, divides by the number of
+ranks, and adds the result to earlier gradients. In the tiers on the device FSDP2 gathers from the masters.
+In the others it gathers from a copy in the working dtype: on the device (offloaded) or in host memory
+(streamed).
 
-This module owns the engine; `nnx_fsdp.sharding` shards the units.
+This module has the engine; `nnx_fsdp.sharding` shards the units.
 """
 
 from __future__ import annotations
@@ -50,12 +51,11 @@ T = TypeVar("T")
 
 
 class ShardedEngine(ChunkEngine):
-    """Chunks of several ranks.
+    """Holds the chunks of one module on several ranks.
 
-    While gradients are only accumulated (`no_sync`) each rank keeps those of the complete weights on its
-    device, if for the whole model they take at most a sixteenth of it. Else every backward reduces them:
-    they would not fit where the weights do not. The rule does not look at tiers, so that numbers do not
-    depend on them.
+    In `no_sync` each rank accumulates unreduced gradients on its device, if those of the full model take at
+    most a sixteenth of its memory. Otherwise every backward reduces them, because they would not fit. The
+    rule ignores tiers, so that all tiers give the same numbers.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class ShardedEngine(ChunkEngine):
         self._accumulates_complete = self._has_room_for_complete_gradients(root)
         self.chunks = self._make_chunks(root, units)
         moved: dict[nn.Parameter, nn.Parameter] = {}
-        with together(control_group(), doing="laying chunks out"):
+        with together(control_group(), doing="placing chunks"):
             for chunk in self.chunks:
                 moved |= self._place(root, chunk, chunk.tier)
         self._name_masters(root)
         return {old: moved.get(new, new) for old, new in replaced.items()}
 
     def _has_room_for_complete_gradients(self, root: nn.Module) -> bool:
-        """Return True if those of the whole model are little beside the device of every rank. Collective."""
+        """Return True if every device has room for unreduced gradients of the full model. Collective."""
         capacity = min(all_gather_object(self.device.capacity, control_group()))
         needed = sum(p.numel() * p.element_size() for p in root.parameters() if p.requires_grad)
         return needed * 16 <= capacity
@@ -161,7 +161,7 @@ class ShardedEngine(ChunkEngine):
         if self._is_new:
             self._try_memory()
         self._order.clear()
-        self._casts.hide()  # those of a forward that no backward followed
+        self._casts.hide()  # a forward without a backward has left them shown
         self._casts.show()
         with (
             clean_up("numbering chunks", self._number_chunks),
@@ -173,13 +173,13 @@ class ShardedEngine(ChunkEngine):
         return result
 
     def _try_memory(self) -> None:
-        """Fail on every rank, before the first step, if the weights of a step do not fit on some. Collective.
+        """Raise an error on every rank if the weights of a step do not fit on one of them. Collective.
 
-        In a step they would be waiting for each other: FSDP2's collectives cannot be called off.
+        Within a step only one rank would raise it, and the others would hang in FSDP2's collectives.
         """
         kept = sum(chunk.complete_bytes for chunk in self.chunks if chunk.tier is Tier.GATHERED)
         passing = [chunk.complete_bytes for chunk in self.chunks if chunk.tier is not Tier.GATHERED]
-        with together(control_group(), doing="trying whether the weights of a step fit on the device"):
+        with together(control_group(), doing="allocating the weights of a step"):
             self.device.release(self.device.empty(kept + max(passing, default=0), torch.uint8))
         self._is_new = False
 
@@ -188,13 +188,13 @@ class ShardedEngine(ChunkEngine):
         self._casts.show()
 
     def _number_chunks(self) -> None:
-        """In the order of this forward; those that it did not use come after it, as they did before."""
+        """Number chunks in the order of this forward; unused ones follow in their former order."""
         rest = sorted((chunk for chunk in self.chunks if chunk not in self._order), key=lambda c: c.index)
         for index, chunk in enumerate([*self._order, *rest]):
             chunk.index = index
 
     def _recover(self) -> None:
-        """What an error in a backward, which happens outside of `run_step`, has left behind."""
+        """Reset FSDP2 after an error in a backward, which runs outside of `run_step`."""
         if self._root is not None and is_under_way(self._root):
             recover(self._root)
 
@@ -247,25 +247,22 @@ class ShardedEngine(ChunkEngine):
         self._is_new = True
 
 
-# A chunk above world size 1: one FSDP2 unit, its masters as DTensors.
-#
-# FSDP2 gathers, frees, reduces and accumulates; a chunk decides from which memory it gathers, and sees to it
-# that what is gathered is up to date.
-
-
 class ShardedChunk(Chunk):
-    """The parameters of one unit of the plan.
+    """The parameters of one unit of the plan, with DTensors as masters.
+
+    FSDP2 gathers, frees, reduces and accumulates. The chunk chooses the memory that FSDP2 gathers from, and
+    keeps it equal to the masters.
 
     Args:
         name: The name in the plan.
         tier: The tier in the plan.
-        gathered: The parameters that FSDP2 gathers for it: one group, or several where the root's class
-            cannot be sharded and its children are instead.
-        device: Memory and copies.
-        working_dtype: The dtype of the weights that forward and backward compute with; None means that of
-            the masters.
-        used: Called with the chunk when a forward uses it.
-        ending: Called within every backward.
+        gathered: The parameter groups that FSDP2 gathers. There are several if the root's class cannot be
+            sharded, because its children are sharded instead.
+        device: The device that allocates and copies.
+        working_dtype: The dtype of the weights that forward and backward compute with; None keeps the
+            masters' dtype.
+        used: A function that is called with the chunk when a forward uses it.
+        ending: A function that is called inside of every backward.
     """
 
     def __init__(
@@ -293,19 +290,19 @@ class ShardedChunk(Chunk):
 
     @property
     def parameters(self) -> set[nn.Parameter]:
-        """What the module and the optimizers hold."""
+        """The parameter objects of the module and the optimizers."""
         return {parameter for segment in self._segments for parameter in segment.parameters}
 
     @property
     def complete_bytes(self) -> int:
-        """What the device holds of it, beside this rank's part, while it is computed with."""
+        """The bytes of the gathered weights on the device."""
         return sum(segment.complete_bytes for segment in self._segments)
 
     def place(self, tier: Tier) -> dict[nn.Parameter, nn.Parameter]:
-        """Put the chunk where the tier says.
+        """Move the chunk to the memory of a tier.
 
         Returns:
-            For each parameter that had to be replaced, what took its place.
+            The new parameter of each replaced one.
         """
         self.settle()
         self.tier = tier
@@ -319,7 +316,7 @@ class ShardedChunk(Chunk):
         return replaced
 
     def settle(self) -> None:
-        """Wait for the masters, and for what is gathered to be equal to them."""
+        """Wait for the masters, and until the memory that FSDP2 gathers from has their values."""
         self._wait_for_masters()
         if not all(segment.is_copied for segment in self._segments):
             self.refresh()
@@ -338,7 +335,7 @@ class ShardedChunk(Chunk):
                 self._events.append(event)
 
     def let_go(self) -> None:
-        """When FSDP2 is off the module: hold no memory."""
+        """Drop all memory after FSDP2 has left the module."""
         for segment in self._segments:
             segment.let_go()
         self.masters, self._gathered = {}, []
@@ -365,6 +362,7 @@ class ShardedChunk(Chunk):
         if not group.is_in_backward:
             self._used(self)
         versions = [segment.version for segment in self._segments]
+        # FSDP2 skips the gather of weights that it still holds, although the masters have changed since.
         if group.is_complete and versions != self._gathered_versions:
             group.forget()
         self._gathered_versions = versions
@@ -385,7 +383,8 @@ def _show_at_once(master: nn.Parameter) -> None:
 
 
 def _give_class(master: nn.Parameter, cls: type[DTensor]) -> None:
-    """Change what a master is, whether it is guarded at the moment or not."""
+    """Change the class of a master, whether it is guarded or not."""
+    # A guard is a subclass of the plain class: end it first, then guard the new class.
     guarded = is_guarded(master)
     show_plain(master)
     master.__class__ = cls  # type: ignore[assignment]

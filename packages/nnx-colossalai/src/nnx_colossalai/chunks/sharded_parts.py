@@ -90,17 +90,10 @@ class CastParameters:
         self._handles, self._places = [], []
 
     def when_backward_has_ended(self) -> None:
-        """Hide the copies at the end of the running backward."""
+        """Hide the copies once the running backward ends."""
         if self._are_shown and not self._is_queued:
             self._is_queued = True
             when_backward_ends(self.hide)
-
-
-# The memory of one FSDP2 unit: its masters, and a working copy if FSDP2 gathers from other memory.
-#
-# A `ShardedSegment` holds the parameters of one dtype. Its masters are one flat buffer; the DTensors of the
-# module and the optimizers are views of it. FSDP2 gathers masters on the device directly, and masters in host
-# memory through a copy in the working dtype.
 
 
 def sharded_segments(
@@ -120,7 +113,10 @@ def sharded_segments(
 
 
 class ShardedSegment:
-    """Parameters of one dtype.
+    """The memory of one FSDP2 unit's parameters of one dtype.
+
+    The masters are one flat buffer; the DTensors of the module and the optimizers are views of it. FSDP2
+    gathers masters on the device directly, and masters in host memory through a copy in the working dtype.
 
     Args:
         parameters: FSDP2's parameters.

@@ -232,7 +232,7 @@ class Memory:
 
     @property
     def device(self) -> int:
-        """Return the peak of device memory."""
+        """The peak of device memory."""
         return self.peak.device
 
     @property

@@ -211,10 +211,6 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(found[:_NAMES_SHOWN]) + more
 
 
-# The table of a plan: the tier, memory, traffic and reason of every chunk, from the cost model. Equal layers
-# in a row share a line.
-
-
 _HEAD = ("chunk", "tier", "elements", "device", "host", "moved/step", "why")
 _LEFT = (0, 1, 6)
 _ROOT = "(root)"
@@ -223,6 +219,8 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def plan_table(spec: ModelSpec, resources: RankResources, planned: Planned) -> str:
     """Return the table of a plan for one rank, with its sums and predictions.
+
+    A line has the tier, memory, traffic and reason of one chunk; successive equal layers share a line.
 
     Args:
         spec: The planned model.

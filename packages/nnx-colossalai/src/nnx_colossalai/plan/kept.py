@@ -122,7 +122,7 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._running = [""]
         self._inside: Counter[str] = Counter({"": 1})
         self._storages: dict[int, weakref.ref[Any]] = {}
-        # The number of a storage, and the bytes that it allocates or, if negative, frees.
+        # Pairs of a storage's number and the bytes that it allocates or, if negative, frees.
         self._events: list[tuple[int, int]] = []
         self._made_in: list[str] = []
         self._gradients: set[int] = set()
@@ -166,8 +166,8 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return hook
 
     def _gradient_is_done(self, weight: Tensor) -> None:
-        """Leave a weight's gradient out of the count."""
-        # The memory model counts it: it goes to the master at once, or stays as the gradient.
+        """Exclude a weight's gradient from the count."""
+        # The memory model counts it already, as the gradient or on its way to the master.
         if weight.grad is not None:
             number = weight.grad.untyped_storage().__dict__.get("nnx_number")
             if number is not None:
@@ -228,7 +228,7 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number, size in self._events:
             now += 0 if number in self._gradients else size
             most = max(most, now)
-        # Backward does not tell its unit, so its operations are shared out as the forward's.
+        # The unit of a backward operation is unknown: units share them in proportion to the forward's.
         forward = sum(self._forward_flops.values())
         factor = 1 + (self._backward_flops / forward if forward else 0)
         return Probe(
@@ -239,17 +239,13 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-# Stand-ins without memory for a module's tensors; parameters, buffers, attributes, hooks and random states
-# are restored after the run.
-
-
 _LOGGERS = ("log", "log_dict")
 """The logging methods of a LightningModule."""
 
 
 @contextmanager
 def restored(root: nn.Module) -> Iterator[None]:
-    """Restore modules, the Python state that their code reaches, and random states after a run.
+    """Context manager that restores modules, the Python state that their code reaches, and random states.
 
     Raises:
         UnsupportedError: The code may advance a Python generator, which cannot be restored.
@@ -281,7 +277,7 @@ def _ignore(*_: Any, **__: Any) -> None:
 def stand_in_weights(
     root: nn.Module, device: torch.device, *, parameters: torch.dtype | None, buffers: torch.dtype | None
 ) -> dict[int, nn.Parameter]:
-    """Replace every parameter and buffer by one without memory; call it in `restored` and a fake mode.
+    """Replace every parameter and buffer by a stand-in without memory, inside of `restored` and a fake mode.
 
     Args:
         root: The module.

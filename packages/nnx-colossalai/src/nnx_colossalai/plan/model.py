@@ -203,17 +203,13 @@ def buffer_bytes(root: nn.Module) -> int:
     return sum(buffer.numel() * buffer.element_size() for buffer in root.buffers())
 
 
-# Modules that cannot be chunks, because others use their weights, or no probe could rule that out.
-#
-# The plan of a run and a dry run share this rule; `probe` finds the uses in a step.
-
-
 def doubtful_units(
     module: nn.Module, found: Sequence[FoundUnit], *, policy: object, least: int | None, most: int | None
 ) -> dict[str, bool]:
     """Return the units whose weights other modules may use, with True for those outside of layers.
 
-    Outside of layers are embeddings and heads. Inside of layers are units that `most` has split off.
+    Units outside of layers are embeddings and heads. Units inside of layers were split off because of `most`.
+    `probe` finds the uses of a step. The plan of a run and a dry run share this rule.
 
     Args:
         module: The root.
@@ -241,7 +237,7 @@ def doubtful_units(
 
 
 def left_with_the_root(probe: Probe | None, doubtful: Mapping[str, bool]) -> list[str]:
-    """Return the names of units that must stay with the root.
+    """Return the names of units that must stay with the root, because other modules may use their weights.
 
     Args:
         probe: The uses that a step showed; with a note there are none, and None means that no probe ran.

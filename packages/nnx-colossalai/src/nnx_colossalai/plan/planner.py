@@ -1,4 +1,4 @@
-"""Choose the fastest placement that keeps the budgets and the constraints, and explain the choice.
+"""Choose the fastest placement within the budgets and constraints, and explain the choice.
 
 `cost` and `schedule` have the formulas. Planning is deterministic: equal inputs give all ranks equal plans.
 """
@@ -147,7 +147,7 @@ def why_not_lower(
 
 
 class _Search:
-    """Prices and compares placements of one model under its budgets and constraints."""
+    """Compares the costs of placements of one model under its budgets and constraints."""
 
     def __init__(self, spec: ModelSpec, resources: RankResources, constraints: Constraints) -> None:
         _check(spec, resources)
@@ -174,7 +174,7 @@ class _Search:
 
     def fastest(self, placements: Iterable[Choice], fits: Callable[[Choice], bool]) -> Choice | None:
         """Return the best placement that fits."""
-        # Sorted by their lower bounds, so that exact times and memory are computed for few placements only.
+        # Sorted by lower bounds of the time, so that exact times and memory are computed for few placements.
         best: tuple[tuple[float, int, tuple[int, ...]], Choice] | None = None
         for bound, choice in sorted(
             ((self.time.bound(one), one) for one in placements), key=lambda one: one[0]
@@ -196,7 +196,7 @@ class _Search:
         seconds = float(f"{self.time.seconds(choice):.9g}")
         return seconds, moved, tuple(map(_TIERS.index, choice))
 
-    def planned(self, choice: Choice, *, otherwise: str = "fastest of what was compared") -> Planned:
+    def planned(self, choice: Choice, *, otherwise: str = "fastest of those compared") -> Planned:
         """Return a placement with its cost and reasons.
 
         Args:
@@ -305,9 +305,6 @@ def _check(spec: ModelSpec, resources: RankResources) -> None:
             )
 
 
-# Errors if no placement fits: the bytes needed, their largest kinds, and the option to change.
-
-
 _REMEDIES = {
     "activations": "use activation checkpointing or a smaller batch",
     "gathered": "lower chunk_size, so that the largest group is divided",
@@ -318,6 +315,7 @@ _REMEDIES = {
     "optimizer": "offload more of the model to host memory",
     "other": "use a smaller batch",
 }
+"""The remedy if no placement fits, by the largest kind of memory at the peak."""
 
 
 def no_room_on_device(

@@ -1,4 +1,4 @@
-"""Make the candidate placements that a plan is chosen from.
+"""Generate the candidate placements that the planner chooses from.
 
 Candidates follow from sizes, times and constraints, never from a budget. The planner takes the fastest one
 that fits, so more memory never gives a slower plan.
@@ -26,13 +26,13 @@ Choice = tuple[Tier, ...]
 
 
 _ENUMERATED = 4096
-"""Up to so many placements, all are compared; the search handles more."""
+"""The most placements that are all compared; above it the search selects some."""
 
 _FEW = 7
-"""Up to so many groups, all neighbours of every found placement are compared too."""
+"""The most groups with which all neighbours of every found placement are compared too."""
 
 _MANY = 64
-"""Up to so many groups, all neighbours on one greedy path are compared too."""
+"""The most groups with which all neighbours on one greedy path are compared too."""
 
 _BLOCKS = 500
 """The largest number of placements in blocks of one tier."""
@@ -106,7 +106,7 @@ def meets_fractions(spec: ModelSpec, constraints: Constraints, choice: Choice) -
 def orders(spec: ModelSpec) -> list[list[int]]:
     """Return the orders in which the search moves groups off the device."""
     # Last to first: the last group's gradients are complete first, and its next forward comes last. Spread
-    # evenly: copies have the most compute to hide behind. Then from the first, and by size.
+    # evenly: copies overlap the most compute. Then first to last, and by size.
     forward = list(range(len(spec.groups)))
     largest = sorted(forward, key=lambda j: (-spec.groups[j].numel, j))
     return [forward[::-1], _spread(len(forward)), forward, largest, largest[::-1]]
@@ -149,9 +149,9 @@ def _narrow(
     name: str,
     fraction: float,
 ) -> list[tuple[Tier, ...]]:
-    """Leave each trained group only tiers in `chosen`, or only others, to meet a fraction."""
-    # Groups are taken in order, as long as each brings the sum nearer to the target. The error is then at
-    # most half of the smallest group left.
+    """Restrict each trained group to tiers in `chosen`, or to others, to meet a fraction."""
+    # A group is taken, in order, if it brings the sum nearer to the target. The error is then at most half of
+    # the smallest group left.
     trained = [group.trainable for group in spec.groups]
     target = fraction * sum(trained)
     forced = [j for j, tiers in enumerate(options) if chosen.issuperset(tiers)]

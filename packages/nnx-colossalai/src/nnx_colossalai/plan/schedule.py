@@ -1,4 +1,4 @@
-"""Predict the time of a step under a placement, with compute, copies, collectives and host step as lanes.
+"""Predict the time of a step under a placement, from lanes of compute, copies, collectives and host steps.
 
 This module has the formulas of time and of bytes moved; `nnx_colossalai.plan.cost` has those of memory.
 
@@ -193,9 +193,9 @@ class TimeModel:
         one = [by_tier[tier] for by_tier, tier in zip(self._seconds, tiers, strict=True)]
         stepped, refreshing, started = self._step(one)
         compute, fetching = self._forward(one, stepped, refreshing, started)
-        # Refreshing and fetching were scheduled apart, but share a lane that may be too busy for both.
+        # Refreshes and fetches were scheduled separately, but share a lane that may be too busy for both.
         busy = self._busy(tiers)
-        # The last term is an assumption: without it, a copy that can be hidden would cost nothing, and the
+        # The last term is an assumption: without it, a copy that overlaps compute would cost nothing, and the
         # planner would move chunks off the device for no gain.
         return max(self._backward(one, compute, fetching), *busy) + _NOT_HIDDEN * sum(busy[1:4])
 

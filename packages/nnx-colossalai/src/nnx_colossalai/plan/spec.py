@@ -1,4 +1,4 @@
-"""The inputs of the planner: groups of parameters, the resources of a rank, and the user's constraints.
+"""Define the inputs of the planner: parameter groups, the resources of a rank, and the user's constraints.
 
 This is plain data without torch, so plans can be made, saved, edited and compared anywhere. All sizes are
 bytes of one rank unless stated otherwise, times are seconds, and rates are per second.
@@ -148,10 +148,6 @@ class Placement:
     tiers: dict[str, Tier]
 
 
-# The user's constraints, checked for contradictions before anything is computed; `planner` applies them to
-# the sizes of a model.
-
-
 POLICIES: Mapping[str, tuple[Tier, ...]] = {
     "auto": tuple(Tier),
     "cuda": (Tier.GATHERED, Tier.SHARDED),
@@ -164,6 +160,8 @@ POLICIES: Mapping[str, tuple[Tier, ...]] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
     """The user's constraints of a plan, besides the budgets.
+
+    Contradictions are found before anything is computed; `planner` applies constraints to a model's sizes.
 
     Attributes:
         policy: ``"auto"`` lets the planner choose, ``"cuda"`` keeps everything on the device, ``"cpu"``

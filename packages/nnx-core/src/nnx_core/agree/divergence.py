@@ -1,9 +1,9 @@
 """Detect ranks that diverge: compare checksums of replicated values over the ranks at an interval.
 
 A rank can diverge silently: a random number, a branch on the rank, or a broken GPU changes its values without
-an error. `Watch` compares checksums of the values that several ranks hold, on the control group. Its error
-names the first value that differs, and the rank. `Backend` lists the values of a rank, and
-`nnx_core.lightning` calls `Watch` after each step. This module changes no tensor.
+an error. `DivergenceCheck` compares checksums of replicated values on the control group. Its error names the
+first value that differs, and the rank. `Backend` lists the values of a rank, and `nnx_core.lightning` calls
+`DivergenceCheck` after each step. This module changes no tensor.
 """
 
 from __future__ import annotations
@@ -227,11 +227,11 @@ def _statistics(module: nn.Module) -> set[str]:
     }
 
 
-class Watch:
+class DivergenceCheck:
     """Compares the ranks of one run after its first steps, and then at an interval.
 
     Args:
-        backend: Lists the values of this rank.
+        backend: The backend that lists the values of this rank.
         every: The interval in steps; None compares after the first steps only, 0 never. Buffers are compared
             only with an interval, because a layer may keep values of its own rank's data in them.
     """
@@ -250,7 +250,7 @@ class Watch:
 
         Args:
             module: The laid-out module.
-            optimizers: Returns all optimizers of the module.
+            optimizers: A function that returns all optimizers of the module.
 
         Raises:
             DisagreementError: A replicated value differs between ranks; raised on every rank.

@@ -1,4 +1,4 @@
-"""``nnx list`` and ``nnx show``: list strategies, and print the declarations of one.
+"""Implement ``nnx list`` and ``nnx show``: list strategies, and print the declarations of one.
 
 The output comes from specs, the catalog and docstrings, without an import of torch. Only `nnx show` imports
 the module that declares the options of a strategy.
@@ -38,13 +38,8 @@ __all__ = [
 ]
 
 
-# The data of `nnx list`, `nnx show` and `search`: one dict of plain data for each strategy.
-#
-# Its ``status`` is ``installed``, ``not installed``, ``disabled``, ``broken``, ``missing`` (the installed
-# version of its package lacks it) or ``historical``. Reads specs and the catalog; imports no engine.
-
-
 NotUsable = Literal["not installed", "disabled", "broken", "missing"]
+"""The status of an unusable strategy; ``missing`` if the installed version of its package lacks it."""
 
 
 class Registered(TypedDict):
@@ -162,7 +157,7 @@ def catalogued(name: str) -> dict[str, Any]:
 
 
 def past(name: str) -> dict[str, Any]:
-    """A removed name."""
+    """Return the entry of a removed name."""
     old = historical()[name]
     found: Past = {
         "name": name,
@@ -188,9 +183,6 @@ def _status(entry: CatalogEntry) -> NotUsable:
     return "missing" if status == "ok" else status
 
 
-# ``nnx list``: the names that can be used, and with ``--all`` those that could be or once could.
-
-
 class Listing(TypedDict):
     """The output of ``nnx list --json``."""
 
@@ -199,7 +191,7 @@ class Listing(TypedDict):
 
 
 def run_list(*, everything: bool, as_json: bool) -> int:
-    """Print the list, and a note on broken plugins, which `nnx doctor` describes."""
+    """Print the usable strategies, or all with `everything`, and a note about broken plugins."""
     rows = entries(everything=everything)
     if as_json:
         problems = [problem.as_dict() for problem in inventory().problems]
@@ -235,15 +227,12 @@ def _title(row: dict[str, Any]) -> str:
 
 
 def note_problems() -> None:
-    """Name the plugins that cannot be used, beside the answer."""
+    """Print a note that names the unusable plugins."""
     problems = inventory().problems
     for problem in problems:
         print_note(f"problem: plugin {problem.plugin!r}: {problem.detail}")
     if problems:
         print_note(f"{len(problems)} problem(s) with plugins: run `nnx doctor`.")
-
-
-# ``nnx show NAME``: everything that is declared about one strategy, without importing its engine.
 
 
 class Option(TypedDict):
@@ -260,7 +249,7 @@ class ShownUsable(Registered):
 
     Attributes:
         options: The options that ``nnx.strategy(NAME, ...)`` takes.
-        remarks: Sentences on what Lightning's rules on parts of a name do to this one.
+        remarks: Sentences about the effects of Lightning's rules for strategy names on this one.
     """
 
     options: list[Option]
@@ -359,7 +348,7 @@ def _show_installed(spec: StrategySpec, *, as_json: bool) -> int:
 
 
 def _print_capabilities(capabilities: Capabilities) -> None:
-    """Where it runs, and what sets it apart from strategies in general."""
+    """Print accelerators, precisions, and the capabilities that differ from the default."""
     values = capabilities.as_dict()
     print_text("\nCapabilities")
     print_line(
@@ -378,7 +367,7 @@ def _show_facts(facts: dict[str, Any], as_json: bool) -> int:
     if as_json:
         print_json(facts)
         return 0
-    # The explanation and the remedy say these in sentences.
+    # The explanation and the remedy contain these facts.
     repeated = ("install", "how", "was", "successor") if "remedy" in facts else ()
     shown = {name: ", ".join(value) if isinstance(value, list) else value for name, value in facts.items()}
     print_pairs([(name.replace("_", " "), value) for name, value in shown.items() if name not in repeated])

@@ -20,7 +20,7 @@ from nnx_base.ranks import control_group, gather_object
 from nnx_checkpoint.format.inflight import current, settle_quietly
 from nnx_checkpoint.reading.naming import RANKS
 from nnx_checkpoint.writing.background import poll
-from nnx_core.agree.divergence import Watch
+from nnx_core.agree.divergence import DivergenceCheck
 from nnx_core.backend import Backend, NoOptions, Sample
 from nnx_core.errors import OptionError
 from nnx_core.lightning.checkpoint import CheckpointIO, exists, innermost_checkpoint_io
@@ -166,11 +166,6 @@ def _callbacks(root: str) -> list[Any]:
     return [_make(ParameterNames, root), _make(ResumeCallback, root)] if exists() else []
 
 
-# Strategies of nnx have the option ``check_every`` and call `nnx_core.agree.divergence.Watch` themselves; the
-# callback only sets their interval. Lightning's strategies, whose modules hold plain tensors or DTensors,
-# have no such call, so the callback compares.
-
-
 class _AsItIs(Backend[NoOptions]):
     """Describes a module that Lightning's strategy has laid out."""
 
@@ -187,6 +182,9 @@ class _AsItIs(Backend[NoOptions]):
 class RankComparison:
     """Mixin of a callback that compares the ranks during training.
 
+    Strategies of nnx compare by themselves, so the callback only sets their interval. Under a strategy of
+    Lightning, whose modules hold plain tensors or DTensors, the callback compares.
+
     Args:
         every: The interval in steps.
 
@@ -198,7 +196,7 @@ class RankComparison:
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self._watch: Watch | None = None
+        self._check: DivergenceCheck | None = None
         self._steps = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -207,17 +205,17 @@ class RankComparison:
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Start counting steps."""
-        self._watch, self._steps = None, trainer.global_step
+        self._check, self._steps = None, trainer.global_step
         if isinstance(trainer.strategy, ParallelProcesses):
-            trainer.strategy.watch = Watch(trainer.strategy.backend, every=self.every)
+            trainer.strategy.divergence_check = DivergenceCheck(trainer.strategy.backend, every=self.every)
         elif stage == "fit":
-            self._watch = Watch(_AsItIs(NoOptions()), every=self.every)
+            self._check = DivergenceCheck(_AsItIs(NoOptions()), every=self.every)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         """Compare the ranks if the batch ended a step and they are due. Collective."""
-        if self._watch is not None and trainer.global_step != self._steps:
+        if self._check is not None and trainer.global_step != self._steps:
             self._steps = trainer.global_step
-            self._watch.after_step(pl_module, lambda: trainer.optimizers)
+            self._check.after_step(pl_module, lambda: trainer.optimizers)
 
 
 def compare_ranks(*, every: int = 100) -> Any:

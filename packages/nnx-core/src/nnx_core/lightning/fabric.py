@@ -202,7 +202,9 @@ class FabricAdapter(ParallelProcesses):
         poll()
         result = super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc] # of the tree's Strategy
         module = self.owner_of(unwrap_optimizer(optimizer))
-        self.watch.after_step(module, lambda: [o for o, owner in self._owners.items() if owner is module])
+        self.divergence_check.after_step(
+            module, lambda: [o for o, owner in self._owners.items() if owner is module]
+        )
         return result
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

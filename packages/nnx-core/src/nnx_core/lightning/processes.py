@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from nnx_core.agree.collective_order import before_reduction, end_run
 from nnx_core.agree.data_sharding import SharedBatches, Shares, make_shares
 from nnx_core.agree.direct_calls import stop_warning, warn_of_direct_calls
-from nnx_core.agree.divergence import Watch
+from nnx_core.agree.divergence import DivergenceCheck
 from nnx_core.backend import Backend, ParallelContext
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.beginning import batch_facts, first_lines
@@ -101,7 +101,7 @@ class ParallelProcesses(ABC):
         self._shares: Shares | None = None
         self._batches = SharedBatches(None, every=0)
         self._in_step = False
-        self.watch = Watch(backend, every=self.common.check_every)
+        self.divergence_check = DivergenceCheck(backend, every=self.common.check_every)
         super().__init__(**lightning)  # the tree's ParallelStrategy
 
     @property

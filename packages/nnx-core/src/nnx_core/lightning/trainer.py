@@ -493,7 +493,7 @@ class TrainerAdapter(ParallelProcesses):
         self._follow_optimizers()
         with self._reporting():
             result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc] # of the tree's
-        self.watch.after_step(self.lightning_module, lambda: self._optimizers_of_backend)
+        self.divergence_check.after_step(self.lightning_module, lambda: self._optimizers_of_backend)
         return result
 
     def _step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Placements of a tensor over the ranks of a unit, and the collectives that convert them.
+"""Define placements of a tensor over a group of ranks, and the collectives that convert them.
 
 ``R``: every rank holds the tensor. ``P``: every rank holds a summand of it. ``S(dim, groups)``: the dim is
 viewed as ``(groups, size / groups)`` and split evenly along the second factor, so that ``groups=3`` splits a
@@ -19,7 +19,7 @@ _SHARD = re.compile(r"S\((\d+)(?:, ?(\d+))?\)")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
-    """How the ranks of a unit hold a tensor; written with `R`, `P` and `S`.
+    """The placement of a tensor over a group of ranks; `R`, `P` and `S` make one.
 
     Attributes:
         kind: ``"R"`` replicated, ``"P"`` partial sums, ``"S"`` sharded.
@@ -42,7 +42,7 @@ class Placement:
 
     @classmethod
     def parse(cls, text: str) -> Placement:
-        """Return the placement of a text by `str`.
+        """Parse the text that `str` returns for a placement.
 
         Raises:
             ValueError: The text is no placement.
@@ -105,7 +105,7 @@ def S(dim: int, *, groups: int = 1) -> Placement:  # noqa: N802 # the field writ
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way to run an operator on the ranks of a unit.
+    """One way to run an operator on a group of ranks.
 
     The placements of gradients follow: ``S`` has a gradient ``S``, and ``P`` or ``R`` have a complete one.
     One exception: an ``R`` operand of an operator that is not replicated gets a partial gradient.
