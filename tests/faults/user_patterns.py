@@ -219,6 +219,20 @@ class FirstOptimizersOnly(TinyBackend):
         return step(closure, **kwargs)
 
 
+class RestoresGradients(TinyBackend):
+    """Puts back the gradients of before a step, as an engine that steps a copy of them does."""
+
+    def optimizer_step(
+        self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        before = [parameter.grad for parameter in parameters]
+        result = step(*args, **kwargs)
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+        return result
+
+
 class AveragesForItsOptimizers(TinyBackend):
     """Averages only the gradients of parameters in the initial optimizers."""
 
@@ -760,7 +774,7 @@ _CAUGHT = {
     PlainFSDP2: ("pipeline_split_backward",),
     LastBackwardOnly: ("two_backward_passes",),
     RealPartsOnly: ("complex_parameters",),
-    DenseOnly: ("sparse_gradients",),
+    DenseOnly: ("sparse_gradients", "sparse_gradients_of_a_function"),
     CannotSaveNothing: ("empty_parameter",),
     NeverFreezes: ("frozen_mid_run",),
     BeginsTheStep: ("side_effects_run_once",),
@@ -785,6 +799,7 @@ _CAUGHT = {
         *("weight_written_in_forward", "weight_data_written_in_forward", "weight_data_assigned_in_forward"),
         *("training_without_optimizer", "memory_bank_gathered"),
     ),
+    RestoresGradients: ("gradients_zeroed_in_step",),
     FirstOptimizersOnly: ("optimizer_replaced", "trainer_optimizers_assigned"),
     AveragesForItsOptimizers: ("optimizer_created_in_hook", "optimizer_outside_lightning"),
     OwnBackwardOnly: ("backward_override", "backward_override_while_accumulating"),

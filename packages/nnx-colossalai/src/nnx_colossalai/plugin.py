@@ -16,7 +16,13 @@ _CAPABILITIES = Capabilities(
     refuses=(
         *("gradients_read_on_rank_zero", "weights_read_on_rank_zero"),  # all ranks gather
         "state_dict_saved_on_rank_zero",
-        *("torch_func_grad", "gradient_surgery", "pipeline_split_backward", "sparse_gradients"),
+        *(
+            "torch_func_grad",
+            "gradient_surgery",
+            "pipeline_split_backward",
+            "sparse_gradients",
+            "sparse_gradients_of_a_function",
+        ),
     ),
 )
 

@@ -151,6 +151,23 @@ def test_an_optimizer_is_repointed_with_its_state_and_its_group_objects() -> Non
     assert len(optimizer.state) == 3
 
 
+def test_a_repointed_lbfgs_steps_the_new_parameters() -> None:
+    old = nn.Parameter(torch.tensor([3.0]))
+    optimizer = torch.optim.LBFGS([old], lr=1.0)  # it keeps another name for its group's list
+    new = nn.Parameter(old.detach().clone())
+    repoint_optimizer(optimizer, {old: new})
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = new.pow(2).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert old.item() == 3.0
+    assert abs(new.item()) < 1e-3
+
+
 def test_a_lazy_state_dict_reads_only_what_is_looked_at(tmp_path: Path, monkeypatch: Any) -> None:
     model, optimizer = trained()
     stored = save(model, optimizer, tmp_path / "x")

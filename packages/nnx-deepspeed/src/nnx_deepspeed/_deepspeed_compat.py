@@ -630,7 +630,7 @@ def watch_gradients(
     zero: Any,
     parameters: Sequence[nn.Parameter],
     take: Callable[[int], None],
-    check: Callable[[], None],
+    check: Callable[[nn.Parameter], None],
 ) -> None:
     """Call hooks for the gradients that DeepSpeed puts into a bucket.
 
@@ -647,7 +647,7 @@ def watch_gradients(
     always = getattr(zero, "partition_gradients", True)
 
     def note(parameter: nn.Parameter, *args: Any) -> Any:
-        check()
+        check(parameter)
         if (always or zero.is_gradient_accumulation_boundary()) and not zero._coalesce_grad_reduction:
             take(numbers.get(id(parameter), -1))
         return own(parameter, *args)
@@ -656,9 +656,9 @@ def watch_gradients(
     if hasattr(zero, "process_gradients"):  # stages 1 and 2 decide here
         process = zero.process_gradients
 
-        def check_and_process(*args: Any) -> None:
-            check()
-            process(*args)
+        def check_and_process(parameter: nn.Parameter, *args: Any) -> None:
+            check(parameter)
+            process(parameter, *args)
 
         zero.process_gradients = check_and_process
 

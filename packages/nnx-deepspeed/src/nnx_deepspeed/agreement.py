@@ -34,6 +34,7 @@ from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.agree.divergence import Writes
 from nnx_core.agree.parameter_usage import asked_anywhere, used_anywhere
 from nnx_core.errors import UnsupportedError
+from nnx_core.optimizers.gradients import refuse_sparse_gradient
 from nnx_deepspeed._deepspeed_compat import (
     before_each_gather,
     defer_reduction,
@@ -153,8 +154,10 @@ class Agreement:
         """The parameters with a gradient of None on all ranks."""
         return [parameter for parameter in self._parameters if parameter not in self.used]
 
-    def _before_gradient(self) -> None:
+    def _before_gradient(self, parameter: nn.Parameter) -> None:
         """Wait for the other ranks' answer before a gradient enters a bucket."""
+        if parameter.grad is not None:
+            refuse_sparse_gradient(parameter.grad, self._names[parameter])
         self._apply_answer()
         if not self.runs_backward:
             raise UnsupportedError(

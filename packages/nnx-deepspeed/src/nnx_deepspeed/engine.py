@@ -58,6 +58,7 @@ from nnx_deepspeed.config import (
     with_fitting_buckets,
 )
 from nnx_deepspeed.partitions import (
+    FlatGradients,
     FrozenValues,
     GatheredGradients,
     Partitions,
@@ -321,11 +322,27 @@ class ZeroEngine:
             return {}
         if were_shown:  # a gradient that user code set to None counts as unused
             self.agreement.used = set(visible)
-        with local_mode(), self._unused.preserved(self.agreement.unused):
+        with local_mode(), self._unused.preserved(self.agreement.unused), FlatGradients(self.shadow) as flats:
             self._engine.step()
         self._versions = self._current_versions()
         self._has_reduced = False
-        return visible
+        return self._left_by_step(visible, flats)
+
+    def _left_by_step(
+        self, visible: dict[nn.Parameter, Tensor], flats: FlatGradients
+    ) -> dict[nn.Parameter, Tensor]:
+        """Return the visible gradients as the user's step has left them. Collective.
+
+        A step may call `zero_grad`, and user code may count on it: the next backward adds to what is left.
+        """
+        if not visible:
+            return visible
+        left = self.gathered_gradients.after_step(visible, flats)
+        if not left:
+            self.gathered_gradients.are_shown = False
+        if len(left) < len(visible):
+            self.agreement.used = set(left)
+        return left
 
     def _checksum_replicas(self) -> None:
         with local_mode():

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from nnx_base._torch_compat import local_mode
 from nnx_base.box import cut_range
 from nnx_base.shard import Box, Shard, shard_of, shard_of_range
+from nnx_core.agree.parameter_usage import used_anywhere
 from nnx_core.errors import CheckpointError
 from nnx_core.optimizers.gradients import Gradient
 from nnx_core.view.guard import Part
@@ -347,6 +348,22 @@ class Partitions:
         """Return this rank's reduced gradients, between the last backward and the step."""
         return [Gradient(tensor, replicas=1) for slices in gradient_slices(self._zero) for tensor in slices]
 
+    def flat_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return the flat partition that holds this rank's elements of a parameter."""
+        return self._flats[self._flat_of[parameter]]
+
+    def shards_of(self, flats: Mapping[Tensor, Tensor]) -> dict[nn.Parameter, tuple[int, Tensor]]:
+        """Return this rank's shard of each parameter in tensors that are as long as the flat partitions.
+
+        Args:
+            flats: A tensor for some of the flat partitions.
+        """
+        return {
+            parameter: (local.start, flats[flat].detach().narrow(0, local.offset, local.length))
+            for parameter, local in self._ranges.items()
+            if local.length and (flat := self._flats[local.flat]) in flats
+        }
+
     def gradient_shards(self) -> dict[nn.Parameter, tuple[int, Tensor]]:
         """Return this rank's shard of each reduced gradient: its start, and a view of its elements."""
         buffers = []
@@ -495,6 +512,59 @@ def assign_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 # to them, as on a single device.
 
 
+class FlatGradients:
+    """Watches what the steps of an optimizer do to the gradients of flat partitions, in a context.
+
+    Args:
+        optimizer: The optimizer that DeepSpeed steps, once for each flat partition or once for all.
+
+    Attributes:
+        dropped: The flat partitions whose gradient a step has set to None.
+        written: Those whose gradient a step has changed in place or replaced.
+        after: The gradients after the step.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._before: dict[Tensor, tuple[Tensor, int]] = {}
+        self.dropped: set[Tensor] = set()
+        self.written: set[Tensor] = set()
+        self.after: dict[Tensor, Tensor] = {}
+
+    def __enter__(self) -> FlatGradients:
+        self._handles = [
+            self._optimizer.register_step_pre_hook(self._note),
+            self._optimizer.register_step_post_hook(self._compare),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, optimizer: Optimizer, *_: Any) -> None:
+        for flat in _flats_of(optimizer):
+            if flat.grad is not None:
+                self._before[flat] = flat.grad, flat.grad._version
+
+    def _compare(self, optimizer: Optimizer, *_: Any) -> None:
+        for flat in _flats_of(optimizer):
+            if flat not in self._before:
+                continue
+            before, version = self._before.pop(flat)
+            if flat.grad is None:
+                self.dropped.add(flat)
+                continue
+            self.after[flat] = flat.grad
+            if flat.grad is not before or before._version != version:
+                self.written.add(flat)
+
+
+def _flats_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 _CHUNK_ELEMENTS = 2**24
 """Elements gathered in one collective, which bounds the memory of the flat buffer."""
 
@@ -525,7 +595,7 @@ class GatheredGradients:
         Args:
             unused: The parameters without a gradient.
         """
-        for parameter, gradient in self._gather(unused):
+        for parameter, gradient in self._gather(self._partitions.gradient_shards(), unused):
             earlier = self._earlier.pop(parameter, None)
             assign_gradient(parameter, gradient if earlier is None else earlier.add_(gradient))
         self.are_shown = True
@@ -561,6 +631,25 @@ class GatheredGradients:
         self._earlier = {}
         return left
 
+    @torch.no_grad()
+    def after_step(
+        self, gradients: dict[nn.Parameter, Tensor], flats: FlatGradients
+    ) -> dict[nn.Parameter, Tensor]:
+        """Return gradients as a step on flat partitions has left them, without dropped ones. Collective.
+
+        Args:
+            gradients: The visible gradients before the step, the same parameters on every rank.
+            flats: What the step did to the gradients of this rank's flat partitions.
+        """
+        flat_of = {parameter: self._partitions.flat_of(parameter) for parameter in gradients}
+        left = {p: gradient for p, gradient in gradients.items() if flat_of[p] not in flats.dropped}
+        is_written = used_anywhere([flat_of[parameter] in flats.written for parameter in left])
+        unwritten = [p for p, written in zip(left, is_written, strict=True) if not written]
+        if len(unwritten) < len(left):
+            others = [p for p in self._partitions.parameters() if p not in left]
+            left.update(self._gather(self._partitions.shards_of(flats.after), [*others, *unwritten]))
+        return left
+
     def show_again(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Put gradients back into ``p.grad`` after the step, where they stay until user code drops them."""
         for parameter, gradient in gradients.items():
@@ -583,8 +672,9 @@ class GatheredGradients:
                 parameter.grad_dtype = parameter.dtype
         return taken
 
-    def _gather(self, unused: Collection[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        shards = self._partitions.gradient_shards()
+    def _gather(
+        self, shards: Mapping[nn.Parameter, tuple[int, Tensor]], unused: Collection[nn.Parameter]
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for chunk in self._chunks(set(unused)):
             sizes = [self._partitions.shape(parameter).numel() for parameter in chunk]
             flat = torch.zeros(sum(sizes), dtype=torch.float32, device=self._device)

@@ -17,7 +17,14 @@ _STAGE_1 = Capabilities(
     mixed_dtypes=False,
     refuses=(
         *("lamb", "muon", "muon_for_large_matrices", "muon_with_param_groups", "shampoo", "adafactor"),
-        *("global_norm_optimizer", "sam_by_closure", "lbfgs", "complex_parameters", "sparse_gradients"),
+        *(
+            "global_norm_optimizer",
+            "sam_by_closure",
+            "lbfgs",
+            "complex_parameters",
+            "sparse_gradients",
+            "sparse_gradients_of_a_function",
+        ),
         *("frozen_mid_run", "pruned_while_training", "model_pruning_callback", "gradients_zeroed_in_hook"),
         *(
             "loss_backward_called_directly",

@@ -35,6 +35,7 @@ from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.agree.divergence import Writes, checksum
 from nnx_core.agree.parameter_usage import used_anywhere
 from nnx_core.errors import UnsupportedError
+from nnx_core.optimizers.gradients import refuse_sparse_gradient
 
 _MARK = "_is_sharded"
 _NNX_ATTRIBUTES = frozenset({_MARK, "_part"})
@@ -321,6 +322,8 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         return view
 
     def _note_use(self, index: int, gradient: Tensor) -> None:
+        owner, name = self.pieces[index].places[0]
+        refuse_sparse_gradient(gradient, f"{name} of a {type(owner).__name__}")
         self._used.add(index)
         self._last_used = index
 
@@ -497,6 +500,9 @@ class Unit(FullyShardedDataParallel):  # type: ignore[misc] # fairscale has no t
         if param.grad is not None and self._require_backward_grad_sync:
             self._announce("the reduction")
         super()._post_backward_hook(param, *unused)
+        self._check_freed()
+        if self.is_shown and not self.has_full_params:
+            self._hide()  # a checkpoint may recompute code that reads a weight of this unit
 
     def _prep_grads_for_backward(self) -> None:
         """Drop gradients that user code has dropped since the last backward."""

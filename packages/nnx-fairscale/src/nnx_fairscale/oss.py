@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.distributed as dist
 from fairscale.optim import OSS
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,6 +19,7 @@ from nnx_checkpoint.reading.filling import fill_optimizer_tensors, restore_group
 from nnx_checkpoint.reading.naming import StoredName
 from nnx_checkpoint.reading.state import OptimizerState, describe_optimizer, parameter_names
 from nnx_core.agree.divergence import Writes, refuse_unequal_gradient
+from nnx_core.agree.parameter_usage import used_anywhere
 from nnx_core.backend import Backend, Sample
 from nnx_core.errors import UnsupportedError
 from nnx_core.optimizers.optimizer_probe import dependence
@@ -129,11 +131,16 @@ class Ownership:
         """
         self.refresh()
         hidden: dict[nn.Parameter, Tensor] = {}
+        given: dict[nn.Parameter, tuple[Tensor, int]] = {}
 
         def hide() -> None:
             check()
             for parameter in self._parameters:
-                if parameter.grad is not None and not self.owns(parameter):
+                if parameter.grad is None:
+                    continue
+                if self.owns(parameter):
+                    given[parameter] = parameter.grad, parameter.grad._version
+                else:
                     hidden[parameter] = parameter.grad
                     parameter.grad = None
 
@@ -144,10 +151,39 @@ class Ownership:
         finally:
             for parameter, gradient in hidden.items():
                 parameter.grad = gradient
+        self._follow_owners(given)
         with self._copying_assigned():
             for oss in self.oss_list:
                 oss._broadcast_params()
         return result
+
+    @torch.no_grad()
+    def _follow_owners(self, given: Mapping[nn.Parameter, tuple[Tensor, int]]) -> None:
+        """Drop gradients that the owner's step has dropped, and copy those that it has written. Collective.
+
+        A step may call `zero_grad`, and user code may count on it: the next backward adds to what is left.
+
+        Args:
+            given: This rank's own gradients before the step, and their versions.
+        """
+        left = {parameter: parameter.grad for parameter in given}
+        is_dropped = [parameter in left and left[parameter] is None for parameter in self._parameters]
+        is_written = [
+            (gradient := left.get(parameter)) is not None
+            and (gradient is not given[parameter][0] or gradient._version != given[parameter][1])
+            for parameter in self._parameters
+        ]
+        count = len(self._parameters)
+        flags = used_anywhere([*is_dropped, *is_written])
+        for parameter, dropped, written in zip(self._parameters, flags[:count], flags[count:], strict=True):
+            if dropped:
+                parameter.grad = None
+            elif written:
+                own = left.get(parameter)
+                whole = torch.empty_like(parameter) if own is None else own.to_dense().contiguous()
+                if is_distributed() and parameter in self._owners:
+                    dist.broadcast(whole, self.owner(parameter))
+                parameter.grad = whole
 
     @contextmanager
     def _copying_assigned(self) -> Iterator[None]:

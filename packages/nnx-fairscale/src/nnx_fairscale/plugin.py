@@ -50,6 +50,7 @@ _FSDP = Capabilities(
             "loss_backward_called_directly",
             "model_pruning_callback",
             "sparse_gradients",
+            "sparse_gradients_of_a_function",
             "backward_error_caught",
         ),
         "keyword_only_closure",  # its optimizer needs unsharded parameters

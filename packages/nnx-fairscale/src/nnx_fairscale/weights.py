@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nnx_base.box import cut_range
-from nnx_core._torch_compat import storage_users
+from nnx_core._torch_compat import current_backward, storage_users
 from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.agree.divergence import Writes
 from nnx_core.errors import UnsupportedError
@@ -173,7 +173,9 @@ class _ParameterPart(_PiecePart):
 
     def unsharded(self) -> Tensor:
         wants_gradient = torch.is_grad_enabled() and self.tensor.requires_grad
-        if wants_gradient and self.piece.shown is not None and self.unit.is_shown:
+        # In backward a checkpoint may read it again and save it, and fairscale frees the unit meanwhile.
+        in_forward = self.unit.is_shown and current_backward() < 0
+        if wants_gradient and self.piece.shown is not None and in_forward:
             return self.piece.shown
         value = self.value()
         if not wants_gradient:
@@ -283,9 +285,10 @@ class Weights(GuardedParameters[_PiecePart, _ParameterPart]):
         writes: The checksums of user code's writes.
     """
 
+    _order: CollectiveOrder
+
     def __init__(self, order: CollectiveOrder, writes: Writes) -> None:
-        super().__init__()
-        self._order = order
+        super().__init__(order)
         self.writes = writes
         self._assigned: list[_ParameterPart] = []
 

@@ -61,6 +61,7 @@ class Loop:
         engine: The engine: ``fsdp``, ``oss``, ``sharded`` or ``ddp``.
         options: The options of the engine.
         wrap: The origin of ``wrap()``, which marks the layers as units: ``torch`` or ``fairscale``.
+        penalty: The factor of the squares of the layers' weights, read outside of the layers.
     """
 
     engine: str
@@ -69,6 +70,7 @@ class Loop:
     accumulate: int = 1
     clip: float = 0.0
     wrap: str = ""
+    penalty: float = 0.0
 
 
 def train(loop: Loop) -> tuple[list[float], WEIGHTS]:
@@ -92,7 +94,7 @@ def train(loop: Loop) -> tuple[list[float], WEIGHTS]:
     for number, batch in enumerate(batches(loop)):
         is_last = (number + 1) % loop.accumulate == 0
         with nullcontext() if is_last else backend.no_sync(module):
-            loss = backend.run_step(module, module, batch).square().mean()
+            loss = backend.run_step(module, module, batch).square().mean() + _penalty(loop, module)
             if number % loop.accumulate == 0:
                 optimizer.zero_grad()  # as Lightning does it: after forward, and to None
             backend.backward(module, loss)
@@ -107,6 +109,11 @@ def train(loop: Loop) -> tuple[list[float], WEIGHTS]:
     return losses, {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
+def _penalty(loop: Loop, module: Net) -> torch.Tensor | float:
+    """Return the weighted squares of the weights; a loop without penalty reads none."""
+    return loop.penalty and loop.penalty * sum(w.square().sum() for w in module.layers.parameters())
+
+
 def _train_with_ddp(loop: Loop) -> tuple[list[float], WEIGHTS]:
     module = Net()
     parallel = nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
@@ -117,7 +124,7 @@ def _train_with_ddp(loop: Loop) -> tuple[list[float], WEIGHTS]:
         if number % loop.accumulate == 0:
             optimizer.zero_grad()
         with nullcontext() if is_last else parallel.no_sync():
-            loss = parallel(batch).square().mean()
+            loss = parallel(batch).square().mean() + _penalty(loop, module)
             loss.backward()
         losses.append(loss.item())
         if is_last:

@@ -213,6 +213,12 @@ class HeldParameter:
         return has_unreduced_gradient(self._inner)
 
     @property
+    def gradient_left(self) -> Tensor | None:
+        """This rank's gradient of the complete parameter that no earlier backward has left there."""
+        gathered = self.gathered
+        return None if gathered is None else cast("Tensor | None", _GRAD.__get__(gathered))
+
+    @property
     def has_gradient_left(self) -> bool:
         """True if the gathered parameter received a gradient after its unit had reduced the others."""
         gathered = self.gathered
@@ -302,19 +308,26 @@ class Unit:
         self, *, before_gather: Callable[[], None], before_reduction: Callable[[], None]
     ) -> None:
         """Call functions before a gather starts, and before FSDP2 checks which parameters have gradients."""
-        group, unshard, post_backward = self._group, self._group.unshard, self._group.post_backward
+        unshard = self._group.unshard
 
         def watched_unshard(async_op: bool = False) -> None:
             if self._will_gather():
                 before_gather()
             unshard(async_op)
 
+        self._group.unshard = watched_unshard
+        self.before_reduction(before_reduction)
+
+    def before_reduction(self, call: Callable[[], None]) -> None:
+        """Call a function before FSDP2 checks which parameters have gradients, if it reduces them then."""
+        group, post_backward = self._group, self._group.post_backward
+
         def watched_post_backward(*unused: Any) -> None:
             if group.reduce_grads:
-                before_reduction()
+                call()
             post_backward(*unused)
 
-        group.unshard, group.post_backward = watched_unshard, watched_post_backward
+        group.post_backward = watched_post_backward
 
     def _will_gather(self) -> bool:
         group = self._group

@@ -12,16 +12,20 @@ one parameter.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nnx_core._torch_compat import current_backward
 from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.agree.divergence import checksum
 from nnx_core.errors import UnsupportedError
+from nnx_core.optimizers.gradients import refuse_sparse_gradient
 from nnx_core.view.guard import attributes_of, guard, guarded_mode, local_mode, unguard
 from nnx_core.view.guarded_parameters import GuardedParameters
 from nnx_fsdp._torch_compat import Unit, has_failed_backward, is_in_transform, refuse_split_backward
@@ -53,14 +57,14 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
         watch_data: bool = True,
         is_watched: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__()
+        super().__init__(order)
         refuse_split_backward()
         self._is_watched = is_watched
         self._written: dict[str, int] = {}
-        self._order = order
         self._module = module
         self._watch_data = watch_data
         self._in_step = False
+        self._forwards: Counter[Unit] = Counter()  # since the last backward
         self._assigned: list[ShardedPart] = []
         self._units = list(units)
         self.modules = list(dict.fromkeys(unit.module for unit in self._units))
@@ -69,7 +73,8 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
             unit.watch_weights(
                 gathering=self._refuse_gathering, gathered=self._begin_using, freeing=self._take_written
             )
-            unit.keep_when(lambda: self._in_step or torch.is_grad_enabled())
+            unit.before_reduction(partial(self._refuse_sparse, unit))
+            unit.keep_when(partial(self._is_wanted, unit))
             for held in unit.parameters:
                 sharded = held.sharded
                 if sharded in plain:
@@ -203,7 +208,14 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
         names = [part.name for held in unit.parameters if (part := self._parts.get(held.sharded))]
         return " and ".join(names[:2])
 
+    def _is_wanted(self, unit: Unit) -> bool:
+        # What user code computes from gathered weights between two forwards goes backward between them.
+        goes_on = self._in_backward and self._forwards[unit] > 1
+        return self._in_step or goes_on or torch.is_grad_enabled()
+
     def _begin_using(self, unit: Unit) -> None:
+        if torch.is_grad_enabled() and current_backward() < 0:
+            self._forwards[unit] += 1
         for held in unit.parameters:
             gathered = held.gathered
             if gathered is not None and gathered.is_inference():
@@ -217,6 +229,13 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
                 held.gathered_version = gathered._version
             if gathered is not None and held.gathered_sum is None and self._is_watched():
                 held.gathered_sum = checksum(gathered)
+
+    def _refuse_sparse(self, unit: Unit) -> None:
+        for held in unit.parameters:
+            gradient = held.gradient_left
+            part = self._parts.get(held.sharded)
+            if gradient is not None and part is not None:
+                refuse_sparse_gradient(gradient, part.name)
 
     def _take_written(self, unit: Unit) -> None:
         for held in unit.parameters:
@@ -257,6 +276,7 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
                     self._call_hooks(part, before.pop(part))
         finally:
             self._in_backward = False
+            self._forwards.clear()
             with local_mode():
                 for part, gradient in before.items():  # an error left them: restore accumulated gradients
                     part.tensor.grad = gradient

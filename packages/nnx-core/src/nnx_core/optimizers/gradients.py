@@ -157,6 +157,26 @@ def refuse_sparse_layers(module: nn.Module, *, engine: str) -> None:
             )
 
 
+def refuse_sparse_gradient(gradient: Tensor, name: str) -> None:
+    """Refuse a sparse gradient, for engines that shard gradients.
+
+    `refuse_sparse_layers` sees layers alone, not calls such as ``functional.embedding(..., sparse=True)``.
+
+    Args:
+        gradient: This rank's gradient.
+        name: The name of the parameter.
+
+    Raises:
+        UnsupportedError: The gradient is sparse.
+    """
+    if gradient.layout is not torch.strided:
+        raise UnsupportedError(
+            f"the gradient of {name!r} is sparse, and this strategy cannot shard sparse gradients.",
+            remedy="Pass sparse=False to `torch.nn.functional.embedding` or `embedding_bag`, or use "
+            "'nnscaler_zero' or 'ddp'.",
+        )
+
+
 def _refuse_sparse(gradients: Sequence[Gradient]) -> None:
     for gradient in gradients:
         if gradient.local.layout is not torch.strided:

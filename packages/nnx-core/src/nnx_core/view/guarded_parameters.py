@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from nnx_base.clean_up import clean_up
 from nnx_core._torch_compat import guarded_mode, users_of_storage
+from nnx_core.agree.collective_order import CollectiveOrder
 from nnx_core.agree.parameter_usage import used_anywhere
+from nnx_core.optimizers.gradients import refuse_sparse_gradient
 from nnx_core.view.guard import local_mode, show_plain, show_unsharded
 
 __all__ = ["AssignedData", "Gathered", "GuardedParameter", "GuardedParameters", "Snapshot"]
@@ -35,7 +37,13 @@ class Gathered(Protocol):
 
 
 class GuardedParameter(Protocol):
-    """The `Part` of a parameter."""
+    """The `Part` of a parameter.
+
+    Attributes:
+        name: The parameter's name, for errors.
+    """
+
+    name: str
 
     def add_mean_gradient(self, gradient: Tensor | None) -> None:
         """Add the mean over the ranks to the gradient. Collective.
@@ -48,6 +56,8 @@ class GuardedParameter(Protocol):
         """Gather again for the next loss; a loss that depends on what was gathered keeps it."""
 
 
+_COMPLETION = "the completion of gradients after a backward that the strategy did not run"
+
 G = TypeVar("G", bound=Gathered)
 P = TypeVar("P", bound=GuardedParameter)
 
@@ -56,9 +66,13 @@ class GuardedParameters(Generic[G, P]):
     """All guarded parameters of one module; a view of `nnx_core.parts_backend.PartsBackend`.
 
     The tensor that was gathered last stays in memory, and so do gathered tensors that user code has views of.
+
+    Args:
+        order: The order that the ranks agree on; None does not compare the ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, order: CollectiveOrder | None = None) -> None:
+        self._order = order
         self._parts: dict[nn.Parameter, P] = {}
         self._gathered: list[G] = []
         # Both outlive a step: a loss may depend on a tensor that was gathered before the step began.
@@ -98,14 +112,20 @@ class GuardedParameters(Generic[G, P]):
             gradient, leaf.grad = leaf.grad, None
             known = self._own_gradients.get(part)
             if gradient is not None:
+                refuse_sparse_gradient(gradient, part.name)
                 self._own_gradients[part] = gradient if known is None else known + gradient
 
         leaf.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
         """Complete the gradients after a backward that did not go through the strategy. Collective."""
-        if not self._in_backward and self._own_gradients:
-            self._add_own_gradients()
+        if self._in_backward or not self._own_gradients:
+            return
+        if self._order is not None:  # a rank whose loss reads no weight has nothing to complete
+            names = ", ".join(sorted(part.name for part in self._own_gradients)[:2])
+            cause = f" (its loss uses {names}; `manual_backward` or `fabric.backward` completes all ranks')"
+            self._order.arrive(_COMPLETION, cause=cause)
+        self._add_own_gradients()
 
     def _add_own_gradients(self) -> None:
         """Add the mean gradient of each gathered tensor that has one on some rank. Collective."""

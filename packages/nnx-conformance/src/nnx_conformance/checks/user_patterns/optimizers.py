@@ -39,6 +39,30 @@ class OptimizerCreatedInHook(_Uncounted):
         self.own.step()
 
 
+class _ZeroesInStep(SGD):
+    """Drops the gradients that it has used, as hand-written optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.zero_grad()
+        return loss
+
+
+@pattern()
+class GradientsZeroedInStep(ManualPattern):
+    """An optimizer whose own `step` zeroes gradients trains without another `zero_grad`."""
+
+    def configure_optimizers(self) -> Any:
+        return _ZeroesInStep(self.parameters(), lr=0.1, momentum=0.9)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.recorded_loss(batch))
+        optimizer.step()
+        self.observe(sum(parameter.grad is not None for parameter in self.parameters()))
+
+
 @pattern()
 class OptimizerOutsideLightning(ManualPattern):
     """Layers that `configure_optimizers` leaves to a private optimizer of the module train."""

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, autograd, nn
 from torch.func import functional_call
-from torch.nn.functional import linear, mse_loss
+from torch.nn.functional import embedding, linear, mse_loss
 from torch.nn.utils import parameters_to_vector, parametrize, prune, vector_to_parameters
 
 from nnx_conformance.patterns import ManualPattern, UserPattern, shared_job
@@ -451,6 +451,21 @@ class SparseGradients(UserPattern):
         """Look up rows by the signs of the features."""
         picks = (x[:, :3] > 0).long() + torch.arange(3) * 2
         hidden = self.embed(x) + self.rows(picks[:, 0]) + self.bags(picks)
+        return self.head(self.blocks[1](self.blocks[0](hidden)))  # type: ignore[no-any-return]
+
+
+@pattern()
+class SparseGradientsOfAFunction(SparseGradients):
+    """`torch.nn.functional.embedding(..., sparse=True)` trains as in one process."""
+
+    def build(self) -> None:
+        super().build()
+        self.rows = nn.Embedding(7, WIDTH)
+        del self.bags
+
+    def forward(self, x: Tensor) -> Tensor:
+        picks = (x[:, 0] > 0).long()
+        hidden = self.embed(x) + embedding(picks, self.rows.weight, sparse=True)
         return self.head(self.blocks[1](self.blocks[0](hidden)))  # type: ignore[no-any-return]
 
 
