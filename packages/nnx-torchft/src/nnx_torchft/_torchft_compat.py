@@ -1,0 +1,29 @@
+"""The names of torchft that this package uses; the only module that imports torchft.
+
+Checked with torchft 0.2.0. Its manager retries nothing after a quorum that raised: `forget_quorum` allows it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
+from torchft.coordination import LighthouseServer
+from torchft.process_group import create_store_client
+
+__all__ = [
+    "LighthouseServer",
+    "Manager",
+    "ProcessGroupGloo",
+    "ProcessGroupNCCL",
+    "create_store_client",
+    "forget_quorum",
+]
+
+PRIVATE_NAMES = {"Manager._quorum_future": "0.2.0"}
+"""Private names of torchft, with the versions that have them."""
+
+
+def forget_quorum(manager: Manager) -> None:
+    """Allow another quorum after one that raised: the manager would raise the old error again."""
+    cast(Any, manager)._quorum_future = None

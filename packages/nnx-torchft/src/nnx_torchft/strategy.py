@@ -1,0 +1,321 @@
+"""`TorchftStrategy`: Trainer in each group of an elastic run.
+
+Lightning trains as in one process. This module chooses the batch of each step, weights its loss, sums the
+gradients over the groups before the optimizer steps, and computes a step again if a group was lost in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor, nn
+
+from nnx_core import random_state
+from nnx_core.backend import Backend, ParallelContext, Sample
+from nnx_core.errors import UnsupportedError
+from nnx_core.lightning.namespaces import StrategyOfTrainer
+from nnx_core.lightning.resume.transfer import give_state, take_state
+from nnx_torchft.data import ElasticLoader, Share, refuse_loader
+from nnx_torchft.finished import Mark
+from nnx_torchft.members import Identity, model_digest
+from nnx_torchft.options import ElasticOptions
+from nnx_torchft.quorum import LeftBehindError, Quorum
+
+__all__ = ["TorchftBackend", "TorchftStrategy"]
+
+log = logging.getLogger("nnx.torchft")
+
+
+class TorchftBackend(Backend[ElasticOptions]):
+    """One process with the whole model; a backward counts by the share of the batch.
+
+    Attributes:
+        weight: The factor of the loss in the next backward.
+    """
+
+    Options = ElasticOptions
+    weight: float = 1.0
+
+    def setup(self, context: ParallelContext) -> None:
+        """Keep the context.
+
+        Raises:
+            UnsupportedError: There are several processes.
+        """
+        if context.world_size > 1:
+            raise UnsupportedError(
+                f"a group of torchft_ddp has one process, and this Trainer has {context.world_size}.",
+                remedy="Pass Trainer(devices=1, num_nodes=1), and start as many groups as you have devices: "
+                "`nnx run --elastic 4 -- train.py`.",
+            )
+        super().setup(context)
+
+    def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Move the module to the device."""
+        module.to(self.context.device)
+        return {}
+
+    def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Do nothing: the module was never changed."""
+        return {}
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients of the weighted loss."""
+        super().backward(module, loss * self.weight, *args, **kwargs)
+
+
+class TorchftStrategy(StrategyOfTrainer):
+    """Trains one group of an elastic run; the arguments are those of `ElasticOptions` and common ones."""
+
+    backend: TorchftBackend
+    lightning_module: Any
+
+    def __init__(
+        self,
+        *,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        precision_plugin: Any = None,
+        checkpoint_io: Any = None,
+        **options: Any,
+    ) -> None:
+        self._quorum: Quorum | None = None
+        self._loader: ElasticLoader | None = None
+        self._positions: list[int] = []
+        self._holds_quorum = self._is_again = False
+        self._again: tuple[Any, int] | None = None
+        self._random_state: dict[str, Any] = {}
+        self._build(
+            TorchftBackend,
+            "torchft_ddp",
+            options,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+            checkpoint_io=checkpoint_io,
+        )
+
+    @property
+    def _options(self) -> ElasticOptions:
+        return self.backend.options
+
+    @property
+    def _trainer(self) -> Any:
+        return self.lightning_module.trainer
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True in the first group of the quorum, which writes checkpoints and logs."""
+        return self._quorum is None or self._quorum.share.index == 0
+
+    # Before the first batch
+
+    def setup(self, trainer: Any) -> None:
+        """Set the module up as in one process.
+
+        Raises:
+            UnsupportedError: Optimization is manual.
+            OptionError: There is no lighthouse.
+            RunFinishedError: The run has ended.
+        """
+        if trainer.state.fn == "fit":
+            self._options.address  # noqa: B018 # raises
+            self._mark.refuse_finished()
+            if not self.lightning_module.automatic_optimization:
+                raise UnsupportedError(
+                    "elastic training may compute a step again, and with manual optimization the steps inside "
+                    "training_step could not be undone.",
+                    remedy="Use automatic optimization, or another strategy.",
+                )
+        super().setup(trainer)  # type: ignore[misc] # of the Trainer adapter
+        if trainer.state.fn == "fit":
+            _warn_of_batch_norm(self.lightning_module)
+
+    @property
+    def _mark(self) -> Mark:
+        return Mark(self._trainer.default_root_dir, self._options.run_name)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Divide the batches of a training loader between the groups."""
+        trainer = self._trainer
+        if not trainer.training or self._options.data == "drop":
+            return super().process_dataloader(dataloader)  # type: ignore[misc] # of the Trainer adapter
+        refuse_loader(dataloader)
+        if self._loader is not None:
+            self._loader.close()
+        loader = super().process_dataloader(dataloader)  # type: ignore[misc] # of the Trainer adapter
+        self._loader = ElasticLoader(
+            loader,
+            seed=_seed(),
+            epoch=lambda: int(trainer.fit_loop.epoch_progress.current.processed),
+            before=self._before_batch,
+        )
+        return self._loader
+
+    def on_train_start(self) -> None:
+        """Join the quorum, and take over the state of the other groups."""
+        super().on_train_start()  # type: ignore[misc] # of the Trainer adapter
+        trainer = self._trainer
+        if len(trainer.fit_loop._combined_loader.flattened) > 1:
+            raise UnsupportedError(
+                "elastic training divides the batches of one training loader, and there are several.",
+                remedy="Join their datasets in one loader.",
+            )
+        if trainer.global_step:
+            log.info("elastic: resuming from disk at step %d", trainer.global_step)
+        self._quorum = Quorum(
+            self._options,
+            self._identity(),
+            lambda: give_state(self, trainer),
+            device=self.root_device,
+            step=trainer.global_step,
+        )
+        self._quorum.begin()
+        self._mark.refuse_finished()  # it may have ended since
+        healed, self._quorum.healed = self._quorum.healed, None
+        if healed is not None:
+            take_state(self, trainer, healed, loaders=[] if self._loader is None else [self._loader.loader])
+            log.info("elastic: healed at step %d", trainer.global_step)
+        self._holds_quorum = True
+        rank_zero_only.rank = self._quorum.share.index
+
+    def _identity(self) -> Identity:
+        trainer, loader = self._trainer, self._loader
+        return Identity(
+            run=self._options.run_name,
+            model=model_digest(self.lightning_module),
+            dataset=0 if loader is None else len(loader.dataset),
+            batch=0 if loader is None else loader.size(0),
+            accumulate=int(trainer.accumulate_grad_batches),
+            order="" if loader is None else type(loader.sampler).__name__,
+            seed=_seed(),
+            precision=self._precision_name(),
+        )
+
+    # A step
+
+    def _before_batch(self, position: int) -> Share:
+        """Join the quorum of a step before its first batch; return the share of this group."""
+        assert self._quorum is not None
+        if not self._positions:
+            self._begin_step()
+        self._positions.append(position)
+        return self._quorum.share
+
+    def _begin_step(self) -> None:
+        quorum = self._quorum
+        assert quorum is not None
+        if not self._holds_quorum:
+            quorum.begin()
+        self._holds_quorum = False
+        if quorum.healed is not None:
+            raise LeftBehindError(
+                f"the other groups are at step {quorum.step}, and group {self._options.group_name!r} is at step "
+                f"{self._trainer.global_step}.",
+                remedy="Start it again: it heals from them. `nnx run --elastic` does so.",
+            )
+        rank_zero_only.rank = quorum.share.index
+        self._random_state = random_state.capture()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``training_step`` on this group's share, and log the state of the groups."""
+        quorum, loader = self._quorum, self._loader
+        assert quorum is not None
+        if self._again is not None:
+            batch, position = self._again
+            args = (batch, *(position if isinstance(each, int) else each for each in args[1:2]), *args[2:])
+        else:
+            position = self._positions[-1]
+        self.backend.weight = quorum.share.weight(loader.size(position))
+        result = super().training_step(*args, **kwargs)
+        if result is None:
+            raise UnsupportedError(
+                "training_step returned None, and the other groups wait for the gradients of its samples.",
+                remedy="Return a loss of zero that depends on the model, such as `0 * self(x).sum()`.",
+            )
+        self.lightning_module.log_dict(quorum.counts.as_metrics(), on_step=True, on_epoch=False, batch_size=1)
+        return result
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step on gradients of the global batch; compute the step again while groups are lost in it."""
+        evaluated = False
+
+        def of_all_groups() -> Any:
+            nonlocal evaluated
+            if evaluated:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} evaluates its closure more than once in a step.",
+                    remedy="Use another optimizer, or another strategy.",
+                )
+            evaluated = True
+            result = closure()
+            while not self._quorum.commit(self.lightning_module.parameters()):
+                result = self._compute_again(closure)
+            self._positions = []
+            return result
+
+        return super().optimizer_step(optimizer, of_all_groups, model, **kwargs)
+
+    def _compute_again(self, closure: Callable[[], Any]) -> Any:
+        """Compute the gradients of a step again, with the share of a new quorum."""
+        quorum, loader, trainer = self._quorum, self._loader, self._trainer
+        self.lightning_module.zero_grad()
+        began = self._random_state
+        self._begin_step()
+        random_state.restore(began)
+        self._random_state = began
+        result = None
+        for position in self._positions:
+            batch = trainer.precision_plugin.convert_input(loader.fetch(position, quorum.share))
+            batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+            self._again = self.batch_to_device(batch, dataloader_idx=0), position
+            try:
+                result = closure()
+            finally:
+                self._again = None
+        return result
+
+    # Writing and ending
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save a checkpoint, in the first group of the quorum."""
+        if self.is_global_zero:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def on_train_end(self) -> None:
+        """Mark the run as finished."""
+        super().on_train_end()
+        self._mark.write(self._trainer.global_step)
+
+    def teardown(self) -> None:
+        """Leave the quorum, and end the run as in one process."""
+        quorum, self._quorum = self._quorum, None
+        if quorum is not None:
+            quorum.close()
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+        self._positions, self._holds_quorum = [], False
+        super().teardown()
+
+
+def _seed() -> int:
+    """Return the seed of Lightning's `seed_everything`, or 0."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def _warn_of_batch_norm(module: nn.Module) -> None:
+    names = [name for name, layer in module.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    if names:
+        log.warning(
+            "elastic: %s normalise by a group's share of the batch: their numbers depend on the groups",
+            ", ".join(names[:3]) + (" and others" if len(names) > 3 else ""),
+        )
