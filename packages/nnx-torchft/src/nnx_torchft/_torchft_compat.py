@@ -5,11 +5,18 @@ Checked with torchft 0.2.0. Its manager retries nothing after a quorum that rais
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import Any, cast
 
-from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
-from torchft.coordination import LighthouseServer
-from torchft.process_group import create_store_client
+os.environ.setdefault("RUST_LOG", "error")  # torchft prints several lines a step otherwise
+for _name in ("torchft.manager", "torchft.checkpointing.http_transport"):
+    if logging.getLogger(_name).level == logging.NOTSET:
+        logging.getLogger(_name).setLevel(logging.ERROR)
+
+from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL  # noqa: E402
+from torchft.coordination import LighthouseServer  # noqa: E402
+from torchft.process_group import create_store_client  # noqa: E402
 
 __all__ = [
     "LighthouseServer",

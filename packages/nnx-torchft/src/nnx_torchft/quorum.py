@@ -62,6 +62,12 @@ class Counts:
 class Quorum:
     """Joins quorums and reduces gradients over their groups.
 
+    Attributes:
+        counts: What happened to the groups.
+        groups: The names of the groups of the quorum.
+        healed: The state that another group sent in `begin`; None without one.
+        is_finite: False if the last sums have elements that are not finite, on all groups alike.
+
     Args:
         options: The options of elastic training.
         identity: The identity of the run.
@@ -83,7 +89,9 @@ class Quorum:
         step: int,
     ) -> None:
         self.counts = Counts()
+        self.groups: list[str] = []
         self.healed: dict[str, Any] | None = None
+        self.is_finite = True
         self._options, self._state = options, state
         self._introduction = Introduction(options.group_name, identity, options.group_timeout)
         _reach(options)
@@ -169,8 +177,6 @@ class Quorum:
             log.info("elastic: step %d: %d groups (%s)", self.step, len(now), ", ".join(now))
         self.counts.groups = len(now)
 
-    groups: list[str] = []
-
     def _send(self) -> dict[str, Any]:
         self.counts.heals += 1
         log.info("elastic: step %d: sending the state to a group that joins", self.step)
@@ -194,6 +200,7 @@ class Quorum:
             log.info("elastic: step %d: a group was lost in it; computing it again", self.step)
             return False
         self._introduction.has_trained = True
+        self.is_finite = all(bool(flat.isfinite().all()) for _, flat in sums)
         for bucket, flat in sums:
             _unflatten(bucket, flat)
         return True

@@ -75,6 +75,8 @@ class TorchftStrategy(StrategyOfTrainer):
 
     backend: TorchftBackend
     lightning_module: Any
+    quorum: Quorum | None
+    """The quorum that the group trains in; None outside of training."""
 
     def __init__(
         self,
@@ -86,10 +88,10 @@ class TorchftStrategy(StrategyOfTrainer):
         checkpoint_io: Any = None,
         **options: Any,
     ) -> None:
-        self._quorum: Quorum | None = None
+        self.quorum: Quorum | None = None
         self._loader: ElasticLoader | None = None
         self._positions: list[int] = []
-        self._holds_quorum = self._is_again = False
+        self._holds_quorum = False
         self._again: tuple[Any, int] | None = None
         self._random_state: dict[str, Any] = {}
         self._build(
@@ -114,7 +116,7 @@ class TorchftStrategy(StrategyOfTrainer):
     @property
     def is_global_zero(self) -> bool:
         """True in the first group of the quorum, which writes checkpoints and logs."""
-        return self._quorum is None or self._quorum.share.index == 0
+        return self.quorum is None or self.quorum.share.index == 0
 
     # Before the first batch
 
@@ -171,21 +173,21 @@ class TorchftStrategy(StrategyOfTrainer):
             )
         if trainer.global_step:
             log.info("elastic: resuming from disk at step %d", trainer.global_step)
-        self._quorum = Quorum(
+        self.quorum = Quorum(
             self._options,
             self._identity(),
             lambda: give_state(self, trainer),
             device=self.root_device,
             step=trainer.global_step,
         )
-        self._quorum.begin()
+        self.quorum.begin()
         self._mark.refuse_finished()  # it may have ended since
-        healed, self._quorum.healed = self._quorum.healed, None
+        healed, self.quorum.healed = self.quorum.healed, None
         if healed is not None:
             take_state(self, trainer, healed, loaders=[] if self._loader is None else [self._loader.loader])
             log.info("elastic: healed at step %d", trainer.global_step)
         self._holds_quorum = True
-        rank_zero_only.rank = self._quorum.share.index
+        rank_zero_only.rank = self.quorum.share.index
 
     def _identity(self) -> Identity:
         trainer, loader = self._trainer, self._loader
@@ -200,18 +202,23 @@ class TorchftStrategy(StrategyOfTrainer):
             precision=self._precision_name(),
         )
 
+    def _log_beginning(self, module: nn.Module, batch: int | None = None, *, accumulate: int = 1) -> None:
+        """Log the first lines of the run, with the size of the global batch."""
+        size = batch if self._loader is None else self._loader.size(self._positions[-1])
+        super()._log_beginning(module, size, accumulate=accumulate)
+
     # A step
 
     def _before_batch(self, position: int) -> Share:
         """Join the quorum of a step before its first batch; return the share of this group."""
-        assert self._quorum is not None
+        assert self.quorum is not None
         if not self._positions:
             self._begin_step()
         self._positions.append(position)
-        return self._quorum.share
+        return self.quorum.share
 
     def _begin_step(self) -> None:
-        quorum = self._quorum
+        quorum = self.quorum
         assert quorum is not None
         if not self._holds_quorum:
             quorum.begin()
@@ -227,7 +234,7 @@ class TorchftStrategy(StrategyOfTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` on this group's share, and log the state of the groups."""
-        quorum, loader = self._quorum, self._loader
+        quorum, loader = self.quorum, self._loader
         assert quorum is not None
         if self._again is not None:
             batch, position = self._again
@@ -257,16 +264,19 @@ class TorchftStrategy(StrategyOfTrainer):
                 )
             evaluated = True
             result = closure()
-            while not self._quorum.commit(self.lightning_module.parameters()):
+            while not self.quorum.commit(self.lightning_module.parameters()):
                 result = self._compute_again(closure)
             self._positions = []
+            if not self.quorum.is_finite and getattr(self.precision_plugin, "scaler", None) is None:
+                log.warning("elastic: step %d: gradients are not finite; no group steps", self.quorum.step)
+                self.lightning_module.zero_grad(set_to_none=True)
             return result
 
         return super().optimizer_step(optimizer, of_all_groups, model, **kwargs)
 
     def _compute_again(self, closure: Callable[[], Any]) -> Any:
         """Compute the gradients of a step again, with the share of a new quorum."""
-        quorum, loader, trainer = self._quorum, self._loader, self._trainer
+        quorum, loader, trainer = self.quorum, self._loader, self._trainer
         self.lightning_module.zero_grad()
         began = self._random_state
         self._begin_step()
@@ -297,7 +307,7 @@ class TorchftStrategy(StrategyOfTrainer):
 
     def teardown(self) -> None:
         """Leave the quorum, and end the run as in one process."""
-        quorum, self._quorum = self._quorum, None
+        quorum, self.quorum = self.quorum, None
         if quorum is not None:
             quorum.close()
         if self._loader is not None:
