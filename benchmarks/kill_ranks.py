@@ -17,6 +17,7 @@ import random
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -50,7 +51,10 @@ def train(strategy: str, group: str, folder: str, dtype: str, address: str, run:
             note(committed=trainer.global_step - 1)
 
         def on_save_checkpoint(self, trainer: Any, *_: Any) -> None:
-            note(saves=trainer.global_step)
+            if threading.current_thread() is threading.main_thread() and trainer.is_global_zero:
+                note(saves=trainer.global_step)
+            else:
+                note(sends=trainer.global_step)
 
         def on_load_checkpoint(self, *_: Any) -> None:
             note(heals=True)

@@ -10,9 +10,10 @@ import os
 from typing import Any, cast
 
 os.environ.setdefault("RUST_LOG", "error")  # torchft prints several lines a step otherwise
+# The loss of a group is no failure, and `nnx_torchft.quorum` logs it with its cause.
 for _name in ("torchft.manager", "torchft.checkpointing.http_transport"):
     if logging.getLogger(_name).level == logging.NOTSET:
-        logging.getLogger(_name).setLevel(logging.ERROR)
+        logging.getLogger(_name).setLevel(logging.CRITICAL)
 
 from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL  # noqa: E402
 from torchft.coordination import LighthouseServer  # noqa: E402

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from glob import glob
 from types import FrameType
 from typing import Any
 
@@ -25,7 +25,8 @@ from nnx_torchft.options import GROUP, LIGHTHOUSE, RUN
 
 __all__ = ["ElasticLauncher", "ElasticLauncherOptions"]
 
-log = logging.getLogger("nnx.torchft")
+_SOON = 60.0
+"""Seconds after its start in which an error of a group counts as a failure to start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +44,11 @@ class ElasticLauncherOptions(LauncherOptions):
         60.0, help="Seconds that the groups wait for one that lives and is late.", types=(int, float)
     )
     run_id: str = option("", help="The name of the run; by default a new one.", types=(str,))
-    restarts: int = option(
-        100, help="How often each group is started again, in all, before the run fails.", types=(int,)
+    max_failures: int = option(
+        3,
+        help="A group is not started again after so many errors in a row within a minute of its start. Signals, "
+        "as of a kill, do not count.",
+        types=(int,),
     )
 
     def __post_init__(self) -> None:
@@ -93,7 +97,8 @@ class _Groups:
     def __init__(self, options: ElasticLauncherOptions, command: Sequence[str], count: int) -> None:
         self._options, self._command = options, list(command)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._restarts = dict.fromkeys((f"{socket.gethostname()}-{n}" for n in range(count)), 0)
+        self._failures = dict.fromkeys((f"{socket.gethostname()}-{n}" for n in range(count)), 0)
+        self._started: dict[str, float] = {}
         self._stops = 0
         self._run = options.run_id or f"run-{uuid.uuid4().hex[:8]}"
 
@@ -104,7 +109,7 @@ class _Groups:
         print(f"elastic: lighthouse {address}, run {self._run}", flush=True)
         before = {each: signal.signal(each, self._stop) for each in (signal.SIGINT, signal.SIGTERM)}
         try:
-            for number, group in enumerate(self._restarts):
+            for number, group in enumerate(self._failures):
                 self._start(group, number, address)
             return self._watch(address)
         finally:
@@ -117,7 +122,8 @@ class _Groups:
                 lighthouse.shutdown()
 
     def _start(self, group: str, number: int, address: str) -> None:
-        variables = {LIGHTHOUSE: address, RUN: self._run, GROUP: group, "NNX_ELASTIC_INDEX": str(number)}
+        variables = {LIGHTHOUSE: address, RUN: self._run, GROUP: group, **_gpu(number)}
+        self._started[group] = time.monotonic()
         self._processes[group] = subprocess.Popen(self._command, env={**os.environ, **variables})
 
     def _watch(self, address: str) -> int:
@@ -125,7 +131,7 @@ class _Groups:
         has_ended, code = False, 0
         while self._processes:
             time.sleep(0.1)
-            for number, group in enumerate(self._restarts):
+            for number, group in enumerate(self._failures):
                 process = self._processes.get(group)
                 if process is None or process.poll() is None:
                     continue
@@ -134,12 +140,13 @@ class _Groups:
                 if process.returncode == 0 or has_ended or self._stops:
                     continue
                 code = process.returncode
-                if self._restarts[group] >= self._options.restarts:
-                    print(f"elastic: group {group} died with {code}, the last time", flush=True)
-                    continue
-                self._restarts[group] += 1
-                print(f"elastic: group {group} died with {code}; starting it again", flush=True)
-                self._start(group, number, address)
+                is_error = code > 0 and time.monotonic() - self._started[group] < _SOON
+                self._failures[group] = self._failures[group] + 1 if is_error else 0
+                gives_up = self._failures[group] >= self._options.max_failures
+                then = "not starting it again" if gives_up else "starting it again"
+                print(f"elastic: group {group} died with {code}; {then}", flush=True)
+                if not gives_up:
+                    self._start(group, number, address)
         return 0 if has_ended else (code if code > 0 else 128 - code if code else 1)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
@@ -147,6 +154,14 @@ class _Groups:
         self._stops += 1
         for process in self._processes.values():
             process.send_signal(number)
+
+
+def _gpu(number: int) -> dict[str, str]:
+    """Return the variable that gives a group a GPU of its own, where there are some."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = [str(index) for index in range(len(glob("/dev/nvidia[0-9]*")))]
+    visible = there if given is None else [each for each in given.split(",") if each]
+    return {"CUDA_VISIBLE_DEVICES": visible[number % len(visible)]} if visible else {}
 
 
 def _start_lighthouse(options: ElasticLauncherOptions) -> Any:

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nnx_core.errors import NnxError, RankLostError
+from nnx_core.errors import DisagreementError, NnxError, RankLostError
 from nnx_torchft._torchft_compat import Manager, forget_quorum
 from nnx_torchft.data import Share
 from nnx_torchft.members import Identity, Introduction, new_process_group
@@ -186,19 +187,37 @@ class Quorum:
         self.counts.heals += 1
         self.healed = state
 
-    def commit(self, parameters: Iterable[nn.Parameter]) -> bool:
+    def commit(self, parameters: Iterable[nn.Parameter], facts: str) -> bool:
         """Sum the gradients over the groups of the quorum; return True if every sum is complete.
 
         A parameter that no group used has no gradient afterwards.
+
+        Args:
+            parameters: The parameters of the module.
+            facts: The values that every group must have alike in this step, as text.
+
+        Raises:
+            DisagreementError: The groups have other facts.
         """
         listed = [parameter for parameter in parameters if parameter.requires_grad]
         sums = [(bucket, _flat(bucket)) for bucket in _by_dtype(listed)]
-        for _, flat in sums:
-            self._manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM).wait()
+        digest = int.from_bytes(blake2b(facts.encode(), digest_size=4).digest(), "little") >> 12
+        checks = torch.tensor([digest, digest**2], dtype=torch.float64, device=listed[0].device)
+        summing = [self._manager.allreduce(t, reduce_op=dist.ReduceOp.SUM) for t in (checks, *(f for _, f in sums))]
+        for work in summing:
+            work.wait()
+        error, groups = self._manager.errored(), self._manager.num_participants()
         if not self._manager.should_commit():
             self.counts.steps_again += 1
-            log.info("elastic: step %d: a group was lost in it; computing it again", self.step)
+            log.info("elastic: step %d is computed again: %.50s", self.step, _first_line(error) or "a group was lost")
             return False
+        first, second = (int(each) for each in checks.tolist())
+        if first**2 != groups * second:  # equal only if all digests are
+            raise DisagreementError(
+                f"the groups differ after step {self.step - 1}; group {self._options.group_name!r} has {facts}.",
+                remedy="Decide by values that all groups have alike, as those of validation; a training metric "
+                "is of a group's own samples.",
+            )
         self._introduction.has_trained = True
         self.is_finite = all(bool(flat.isfinite().all()) for _, flat in sums)
         for bucket, flat in sums:
@@ -253,5 +272,5 @@ def _reach(options: ElasticOptions) -> None:
             time.sleep(0.2)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+def _first_line(error: BaseException | None) -> str:
+    return "" if error is None else str(error).partition("\n")[0]

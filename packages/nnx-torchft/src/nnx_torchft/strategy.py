@@ -264,7 +264,7 @@ class TorchftStrategy(StrategyOfTrainer):
                 )
             evaluated = True
             result = closure()
-            while not self.quorum.commit(self.lightning_module.parameters()):
+            while not self.quorum.commit(self.lightning_module.parameters(), self._facts()):
                 result = self._compute_again(closure)
             self._positions = []
             if not self.quorum.is_finite and getattr(self.precision_plugin, "scaler", None) is None:
@@ -292,6 +292,16 @@ class TorchftStrategy(StrategyOfTrainer):
             finally:
                 self._again = None
         return result
+
+    def _facts(self) -> str:
+        """Return what each group decides by itself, and all must decide alike."""
+        trainer = self._trainer
+        options = [
+            {name: value for name, value in group.items() if isinstance(value, (bool, int, float))}
+            for optimizer in trainer.optimizers
+            for group in optimizer.param_groups
+        ]
+        return f"epoch {trainer.current_epoch}, should_stop={trainer.should_stop}, optimizer options {options}"
 
     # Writing and ending
 
