@@ -138,7 +138,9 @@ class Group:
 
     def start(self) -> None:
         strategy, folder, dtype, address, run = self._arguments
-        self.process = self._context.Process(target=train, args=(strategy, self.name, folder, dtype, address, run))
+        self.process = self._context.Process(
+            target=train, args=(strategy, self.name, folder, dtype, address, run)
+        )
         self.process.start()
         self._read, self.commits, self.last = 0, 0, {}
 
@@ -210,7 +212,10 @@ def examine(folder: Path, groups: list[Group], reference: Path, verdict: Verdict
     from nnx_checkpoint import open_checkpoint
 
     true = _steps(reference)
-    notes = [[json.loads(line) for line in p.read_text().splitlines() if line.endswith("}")] for p in folder.glob("*.jsonl")]
+    notes = [
+        [json.loads(line) for line in p.read_text().splitlines() if line.endswith("}")]
+        for p in folder.glob("*.jsonl")
+    ]
     shares: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(dict)
     committed: dict[int, set[int]] = defaultdict(set)
     for process in notes:
@@ -235,7 +240,9 @@ def examine(folder: Path, groups: list[Group], reference: Path, verdict: Verdict
             verdict.lost.append(f"{folder.name}: step {step} trained {seen} and not {sorted(rows)}")
     verdict.steps += len(true)
     weights = torch.load(reference / "plain.pt")
-    ended = [torch.load(folder / f"{group.name}.pt") for group in groups if (folder / f"{group.name}.pt").exists()]
+    ended = [
+        torch.load(folder / f"{group.name}.pt") for group in groups if (folder / f"{group.name}.pt").exists()
+    ]
     if not ended:
         verdict.lost.append(f"{folder.name}: no group has ended the run")
     for state in ended:
@@ -263,7 +270,9 @@ def _steps(folder: Path) -> dict[int, list[int]]:
 
 def main() -> int:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--strategy", default="torchft_ddp", choices=["torchft_ddp"])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
@@ -308,9 +317,13 @@ def main() -> int:
 
 def _conclude(verdict: Verdict, given: argparse.Namespace, folder: Path) -> int:
     bound = {"float64": 1e-12, "float32": 1e-6}[given.dtype]
-    print(f"runs {verdict.runs}, kills {dict(verdict.kills)}, steps {verdict.steps}, samples {verdict.samples}")
+    print(
+        f"runs {verdict.runs}, kills {dict(verdict.kills)}, steps {verdict.steps}, samples {verdict.samples}"
+    )
     print(f"steps computed again {verdict.again}")
-    print(f"largest parameter difference to one process {verdict.difference:.1e} ({given.dtype}, at most {bound:g})")
+    print(
+        f"largest parameter difference to one process {verdict.difference:.1e} ({given.dtype}, at most {bound:g})"
+    )
     print(f"longest gap between steps of a group {verdict.gap:.2f} s (heartbeat {given.heartbeat:g} s)")
     for each in verdict.lost[:10]:
         print(each)
@@ -319,7 +332,11 @@ def _conclude(verdict: Verdict, given: argparse.Namespace, folder: Path) -> int:
         shutil.rmtree(folder)
     elif failed:
         print(f"what the groups wrote is in {folder}")
-    print("LOST" if failed else "nothing was lost: every sample counted once, and the weights are those of one process")
+    print(
+        "LOST"
+        if failed
+        else "nothing was lost: every sample counted once, and the weights are those of one process"
+    )
     return int(failed)
 
 

@@ -7,7 +7,6 @@ ahead for the quorum that they know: after a change of the quorum their batches 
 
 from __future__ import annotations
 
-import copy
 import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from nnx_core import random_state
 from nnx_core.errors import UnsupportedError
+from nnx_torchft._torch_compat import with_batches
 
 __all__ = ["ElasticLoader", "Share", "refuse_loader"]
 
@@ -105,14 +105,7 @@ class ElasticLoader:
         self.loader = loader
         self._seed, self._epoch, self._before = seed, epoch, before
         self._sampler = _ShareSampler()
-        # The user's loader with other indices: its class, its workers and its collation stay.
-        self._own = copy.copy(loader)
-        for name, value in {
-            "batch_sampler": self._sampler,
-            "persistent_workers": loader.num_workers > 0,  # another quorum begins a pass, and no processes
-            "generator": torch.Generator(),
-        }.items():
-            object.__setattr__(self._own, name, value)
+        self._own = with_batches(loader, self._sampler)
         self._iterator: Iterator[Any] | None = None
         self._next = self._ahead = 0
 
@@ -160,8 +153,7 @@ class ElasticLoader:
 
     def close(self) -> None:
         """End the data workers."""
-        self._iterator = None
-        object.__setattr__(self._own, "_iterator", None)
+        self._iterator, self._own = None, self.loader
 
 
 def refuse_loader(loader: Any) -> None:

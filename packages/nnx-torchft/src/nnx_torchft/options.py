@@ -73,7 +73,9 @@ class ElasticOptions:
                     remedy="Pass, say, 30.",
                 )
         if self.min_groups < 1:
-            raise OptionError(f"min_groups={self.min_groups!r} is no number of groups.", remedy="Pass, say, 1.")
+            raise OptionError(
+                f"min_groups={self.min_groups!r} is no number of groups.", remedy="Pass, say, 1."
+            )
 
     @property
     def address(self) -> str:

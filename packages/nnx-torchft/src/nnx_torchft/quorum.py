@@ -123,7 +123,9 @@ class Quorum:
     @property
     def share(self) -> Share:
         """The share of this group in the current quorum."""
-        return Share(int(self._manager.participating_rank() or 0), max(int(self._manager.num_participants()), 1))
+        return Share(
+            int(self._manager.participating_rank() or 0), max(int(self._manager.num_participants()), 1)
+        )
 
     def begin(self) -> None:
         """Wait for a quorum, and meet its groups if it changed; `healed` has the state if this group heals.
@@ -136,7 +138,10 @@ class Quorum:
         while True:
             self._wait(began)
             self._introduction.refuse_others()
-            if self._manager.errored() is None and self._manager.num_participants() >= self._options.min_groups:
+            if (
+                self._manager.errored() is None
+                and self._manager.num_participants() >= self._options.min_groups
+            ):
                 break
             self._manager.should_commit()  # ends the quorum
         self.counts.quorum_ms = 1000 * (time.monotonic() - began)
@@ -203,13 +208,19 @@ class Quorum:
         sums = [(bucket, _flat(bucket)) for bucket in _by_dtype(listed)]
         digest = int.from_bytes(blake2b(facts.encode(), digest_size=4).digest(), "little") >> 12
         checks = torch.tensor([digest, digest**2], dtype=torch.float64, device=listed[0].device)
-        summing = [self._manager.allreduce(t, reduce_op=dist.ReduceOp.SUM) for t in (checks, *(f for _, f in sums))]
+        summing = [
+            self._manager.allreduce(t, reduce_op=dist.ReduceOp.SUM) for t in (checks, *(f for _, f in sums))
+        ]
         for work in summing:
             work.wait()
         error, groups = self._manager.errored(), self._manager.num_participants()
         if not self._manager.should_commit():
             self.counts.steps_again += 1
-            log.info("elastic: step %d is computed again: %.50s", self.step, _first_line(error) or "a group was lost")
+            log.info(
+                "elastic: step %d is computed again: %.50s",
+                self.step,
+                _first_line(error) or "a group was lost",
+            )
             return False
         first, second = (int(each) for each in checks.tolist())
         if first**2 != groups * second:  # equal only if all digests are

@@ -30,6 +30,7 @@ from nnx_torchft.quorum import LeftBehindError, Quorum
 __all__ = ["TorchftBackend", "TorchftStrategy"]
 
 log = logging.getLogger("nnx.torchft")
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class TorchftBackend(Backend[ElasticOptions]):
@@ -251,7 +252,9 @@ class TorchftStrategy(StrategyOfTrainer):
         self.lightning_module.log_dict(quorum.counts.as_metrics(), on_step=True, on_epoch=False, batch_size=1)
         return result
 
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
         """Step on gradients of the global batch; compute the step again while groups are lost in it."""
         evaluated = False
 
@@ -301,7 +304,9 @@ class TorchftStrategy(StrategyOfTrainer):
             for optimizer in trainer.optimizers
             for group in optimizer.param_groups
         ]
-        return f"epoch {trainer.current_epoch}, should_stop={trainer.should_stop}, optimizer options {options}"
+        return (
+            f"epoch {trainer.current_epoch}, should_stop={trainer.should_stop}, optimizer options {options}"
+        )
 
     # Writing and ending
 
@@ -333,7 +338,7 @@ def _seed() -> int:
 
 
 def _warn_of_batch_norm(module: nn.Module) -> None:
-    names = [name for name, layer in module.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    names = [name for name, layer in module.named_modules() if isinstance(layer, _BATCH_NORMS)]
     if names:
         log.warning(
             "elastic: %s normalise by a group's share of the batch: their numbers depend on the groups",
