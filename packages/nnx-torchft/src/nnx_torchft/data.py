@@ -147,6 +147,11 @@ class ElasticLoader:
         self._ahead = position + 1
         return next(self._iterator)
 
+    @property
+    def batch_size_of_epoch(self) -> int:
+        """The number of samples of the first global batch of this epoch."""
+        return self.size(0) if len(self._sampler.batches) else 0
+
     def size(self, position: int) -> int:
         """Return the number of samples of a global batch of this epoch."""
         return len(self._sampler.batches[position])
@@ -170,8 +175,8 @@ def refuse_loader(loader: Any) -> None:
         )
     if isinstance(loader.dataset, IterableDataset):
         raise UnsupportedError(
-            f"{type(loader.dataset).__name__} is an IterableDataset: the samples of a step cannot be chosen by "
-            "index, so a lost group's samples would be lost.",
+            f"{type(loader.dataset).__name__} is an IterableDataset: its samples have no index, so the "
+            "samples of a lost group would be lost.",
             remedy=remedy,
         )
     if callable(getattr(loader, "state_dict", None)):

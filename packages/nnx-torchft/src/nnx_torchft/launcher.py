@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from glob import glob
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -46,13 +46,13 @@ class ElasticLauncherOptions(LauncherOptions):
     run_id: str = option("", help="The name of the run; by default a new one.", types=(str,))
     max_failures: int = option(
         3,
-        help="A group is not started again after so many errors in a row within a minute of its start. Signals, "
-        "as of a kill, do not count.",
+        help="A group is not started again after so many errors in a row within a minute of its start. "
+        "Signals, as of a kill, do not count.",
         types=(int,),
     )
 
     def __post_init__(self) -> None:
-        super(ElasticLauncherOptions, self).__post_init__()
+        super().__post_init__()
         if self.lighthouse and not self.run_id:
             raise OptionError(
                 f"lighthouse={self.lighthouse!r} is of a run whose name is not given.",
@@ -81,7 +81,7 @@ class ElasticLauncher(Launcher):
         if nodes > 1:
             raise OptionError(
                 "the elastic launcher starts the groups of one machine.",
-                remedy="Run it on each: on the others with --option lighthouse=HOST:PORT --option run_id=NAME.",
+                remedy="Run it on each; on the others add --option lighthouse=HOST:PORT and run_id=NAME.",
             )
         return _Groups(self.options, command, devices).run()  # type: ignore[arg-type] # Options of this class
 
@@ -106,7 +106,6 @@ class _Groups:
         """Start the groups, and wait for the end of all."""
         lighthouse = None if self._options.lighthouse else _start_lighthouse(self._options)
         address = self._options.lighthouse or lighthouse.address().removeprefix("http://")  # type: ignore[union-attr]
-        print(f"elastic: lighthouse {address}, run {self._run}", flush=True)
         before = {each: signal.signal(each, self._stop) for each in (signal.SIGINT, signal.SIGTERM)}
         try:
             for number, group in enumerate(self._failures):
@@ -143,8 +142,6 @@ class _Groups:
                 is_error = code > 0 and time.monotonic() - self._started[group] < _SOON
                 self._failures[group] = self._failures[group] + 1 if is_error else 0
                 gives_up = self._failures[group] >= self._options.max_failures
-                then = "not starting it again" if gives_up else "starting it again"
-                print(f"elastic: group {group} died with {code}; {then}", flush=True)
                 if not gives_up:
                     self._start(group, number, address)
         return 0 if has_ended else (code if code > 0 else 128 - code if code else 1)
@@ -159,7 +156,7 @@ class _Groups:
 def _gpu(number: int) -> dict[str, str]:
     """Return the variable that gives a group a GPU of its own, where there are some."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    there = [str(index) for index in range(len(glob("/dev/nvidia[0-9]*")))]
+    there = [str(index) for index in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
     visible = there if given is None else [each for each in given.split(",") if each]
     return {"CUDA_VISIBLE_DEVICES": visible[number % len(visible)]} if visible else {}
 

@@ -32,8 +32,8 @@ class ElasticOptions:
     )
     run_id: str = option(
         "",
-        help="The name of the run: groups of another run are refused, and a run that has ended does not begin "
-        "again under its name. By default the variable NNX_ELASTIC_RUN, or 'run'.",
+        help="The name of the run: groups of another run are refused, and a run that has ended does not "
+        "begin again under its name. By default the variable NNX_ELASTIC_RUN, or 'run'.",
         types=(str,),
     )
     group: str = option(

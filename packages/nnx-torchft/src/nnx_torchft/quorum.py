@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nnx_core.errors import DisagreementError, NnxError, RankLostError
 from nnx_torchft._torchft_compat import Manager, forget_quorum
@@ -96,9 +97,10 @@ class Quorum:
         self._options, self._state = options, state
         self._introduction = Introduction(options.group_name, identity, options.group_timeout)
         _reach(options)
-        self._store = dist.TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
+        self._between = new_process_group(device.type, self._introduction, options.group_timeout)
         self._manager = Manager(
-            pg=new_process_group(device.type, self._introduction, options.group_timeout),
+            pg=self._between,
             load_state_dict=self._receive,
             state_dict=self._send,
             min_replica_size=options.min_groups,
@@ -160,8 +162,7 @@ class Quorum:
                     raise RankLostError(
                         f"group {self._options.group_name!r} found no quorum at {self._options.address} in "
                         f"{self._options.quorum_timeout:g} s: {_first_line(error)}",
-                        remedy="Check that the lighthouse runs; then start the group again, which resumes from "
-                        "the other groups, or from its last checkpoint.",
+                        remedy="Check that the lighthouse runs; then start the group again.",
                     ) from error
                 if not warned:
                     log.warning("elastic: no quorum at %s; trying again", self._options.address)
@@ -208,32 +209,33 @@ class Quorum:
         sums = [(bucket, _flat(bucket)) for bucket in _by_dtype(listed)]
         digest = int.from_bytes(blake2b(facts.encode(), digest_size=4).digest(), "little") >> 12
         checks = torch.tensor([digest, digest**2], dtype=torch.float64, device=listed[0].device)
-        summing = [
-            self._manager.allreduce(t, reduce_op=dist.ReduceOp.SUM) for t in (checks, *(f for _, f in sums))
-        ]
-        for work in summing:
-            work.wait()
+        self._sum([checks, *(flat for _, flat in sums)])
         error, groups = self._manager.errored(), self._manager.num_participants()
+        if error is not None:
+            self._between.abort()  # other groups may wait for this one in the same sum
         if not self._manager.should_commit():
             self.counts.steps_again += 1
-            log.info(
-                "elastic: step %d is computed again: %.50s",
-                self.step,
-                _first_line(error) or "a group was lost",
-            )
+            cause = _first_line(error) or "a group was lost"
+            log.info("elastic: step %d is computed again: %.50s", self.step, cause)
             return False
         first, second = (int(each) for each in checks.tolist())
         if first**2 != groups * second:  # equal only if all digests are
             raise DisagreementError(
-                f"the groups differ after step {self.step - 1}; group {self._options.group_name!r} has {facts}.",
-                remedy="Decide by values that all groups have alike, as those of validation; a training metric "
-                "is of a group's own samples.",
+                f"the groups differ in step {self.step - 1}; group {self._options.group_name!r} has {facts}.",
+                remedy="Decide by values that all groups have alike, as those of validation; a training "
+                "metric is of a group's own samples.",
             )
         self._introduction.has_trained = True
         self.is_finite = all(bool(flat.isfinite().all()) for _, flat in sums)
         for bucket, flat in sums:
             _unflatten(bucket, flat)
         return True
+
+    def _sum(self, tensors: list[Tensor]) -> None:
+        """Sum tensors over the groups, in place; the manager notes an error."""
+        works = [self._manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM) for tensor in tensors]
+        for work in works:
+            work.wait()
 
     def close(self) -> None:
         """Leave the quorum."""
@@ -256,7 +258,7 @@ def _flat(bucket: list[nn.Parameter]) -> Tensor:
 
 
 def _unflatten(bucket: list[nn.Parameter], flat: Tensor) -> None:
-    *pieces, used = flat.split([*(parameter.numel() for parameter in bucket), len(bucket)])
+    *pieces, used = torch.split(flat, [*(parameter.numel() for parameter in bucket), len(bucket)])
     for parameter, piece, is_used in zip(bucket, pieces, used.tolist(), strict=True):
         if not is_used:
             parameter.grad = None
@@ -277,7 +279,7 @@ def _reach(options: ElasticOptions) -> None:
         except OSError as error:
             if time.monotonic() - began > options.connect_timeout - 0.2:
                 raise RankLostError(
-                    f"no lighthouse answers at {options.address} within {options.connect_timeout:g} s: {error}.",
+                    f"no lighthouse answers at {options.address} in {options.connect_timeout:g} s: {error}.",
                     remedy="Start the groups with `nnx run --elastic 2 -- train.py`, or check the address.",
                 ) from error
             time.sleep(0.2)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
@@ -21,6 +20,7 @@ from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.namespaces import StrategyOfTrainer
 from nnx_core.lightning.resume.transfer import give_state, take_state
+from nnx_core.lightning.trainer import TrainerAdapter
 from nnx_torchft.data import ElasticLoader, Share, refuse_loader
 from nnx_torchft.finished import Mark
 from nnx_torchft.members import Identity, model_digest
@@ -71,13 +71,15 @@ class TorchftBackend(Backend[ElasticOptions]):
         super().backward(module, loss * self.weight, *args, **kwargs)
 
 
-class TorchftStrategy(StrategyOfTrainer):
-    """Trains one group of an elastic run; the arguments are those of `ElasticOptions` and common ones."""
+class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
+    """Trains one group of an elastic run; the arguments are those of `ElasticOptions` and common ones.
+
+    Attributes:
+        quorum: The quorum that the group trains in; None outside of training.
+    """
 
     backend: TorchftBackend
-    lightning_module: Any
-    quorum: Quorum | None
-    """The quorum that the group trains in; None outside of training."""
+    batch_to_device: Callable[..., Any]
 
     def __init__(
         self,
@@ -91,10 +93,9 @@ class TorchftStrategy(StrategyOfTrainer):
     ) -> None:
         self.quorum: Quorum | None = None
         self._loader: ElasticLoader | None = None
-        self._positions: list[int] = []
+        self._open_step = _Step()
         self._holds_quorum = False
         self._again: tuple[Any, int] | None = None
-        self._random_state: dict[str, Any] = {}
         self._build(
             TorchftBackend,
             "torchft_ddp",
@@ -115,6 +116,10 @@ class TorchftStrategy(StrategyOfTrainer):
         return self.lightning_module.trainer
 
     @property
+    def _mark(self) -> Mark:
+        return Mark(self._trainer.default_root_dir, self._options.run_name)
+
+    @property
     def is_global_zero(self) -> bool:
         """True in the first group of the quorum, which writes checkpoints and logs."""
         return self.quorum is None or self.quorum.share.index == 0
@@ -129,34 +134,30 @@ class TorchftStrategy(StrategyOfTrainer):
             OptionError: There is no lighthouse.
             RunFinishedError: The run has ended.
         """
-        if trainer.state.fn == "fit":
+        fitting = trainer.state.fn == "fit"
+        if fitting:
             self._options.address  # noqa: B018 # raises
             self._mark.refuse_finished()
             if not self.lightning_module.automatic_optimization:
                 raise UnsupportedError(
-                    "elastic training may compute a step again, and with manual optimization the steps inside "
-                    "training_step could not be undone.",
+                    "elastic training may compute a step again, and steps inside a training_step with manual "
+                    "optimization could not be undone.",
                     remedy="Use automatic optimization, or another strategy.",
                 )
-        super().setup(trainer)  # type: ignore[misc] # of the Trainer adapter
-        if trainer.state.fn == "fit":
+        super().setup(trainer)
+        if fitting:
             _warn_of_batch_norm(self.lightning_module)
-
-    @property
-    def _mark(self) -> Mark:
-        return Mark(self._trainer.default_root_dir, self._options.run_name)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Divide the batches of a training loader between the groups."""
         trainer = self._trainer
         if not trainer.training or self._options.data == "drop":
-            return super().process_dataloader(dataloader)  # type: ignore[misc] # of the Trainer adapter
+            return super().process_dataloader(dataloader)
         refuse_loader(dataloader)
         if self._loader is not None:
             self._loader.close()
-        loader = super().process_dataloader(dataloader)  # type: ignore[misc] # of the Trainer adapter
         self._loader = ElasticLoader(
-            loader,
+            super().process_dataloader(dataloader),
             seed=_seed(),
             epoch=lambda: int(trainer.fit_loop.epoch_progress.current.processed),
             before=self._before_batch,
@@ -165,8 +166,8 @@ class TorchftStrategy(StrategyOfTrainer):
 
     def on_train_start(self) -> None:
         """Join the quorum, and take over the state of the other groups."""
-        super().on_train_start()  # type: ignore[misc] # of the Trainer adapter
-        trainer = self._trainer
+        super().on_train_start()
+        trainer, loader = self._trainer, self._loader
         if len(trainer.fit_loop._combined_loader.flattened) > 1:
             raise UnsupportedError(
                 "elastic training divides the batches of one training loader, and there are several.",
@@ -185,10 +186,10 @@ class TorchftStrategy(StrategyOfTrainer):
         self._mark.refuse_finished()  # it may have ended since
         healed, self.quorum.healed = self.quorum.healed, None
         if healed is not None:
-            take_state(self, trainer, healed, loaders=[] if self._loader is None else [self._loader.loader])
+            take_state(self, trainer, healed, loaders=[] if loader is None else [loader.loader])
             log.info("elastic: healed at step %d", trainer.global_step)
         self._holds_quorum = True
-        rank_zero_only.rank = self.quorum.share.index
+        rank_zero_only.rank = self.quorum.share.index  # type: ignore[attr-defined]
 
     def _identity(self) -> Identity:
         trainer, loader = self._trainer, self._loader
@@ -196,7 +197,7 @@ class TorchftStrategy(StrategyOfTrainer):
             run=self._options.run_name,
             model=model_digest(self.lightning_module),
             dataset=0 if loader is None else len(loader.dataset),
-            batch=0 if loader is None else loader.size(0),
+            batch=0 if loader is None else loader.batch_size_of_epoch,
             accumulate=int(trainer.accumulate_grad_batches),
             order="" if loader is None else type(loader.sampler).__name__,
             seed=_seed(),
@@ -205,56 +206,60 @@ class TorchftStrategy(StrategyOfTrainer):
 
     def _log_beginning(self, module: nn.Module, batch: int | None = None, *, accumulate: int = 1) -> None:
         """Log the first lines of the run, with the size of the global batch."""
-        size = batch if self._loader is None else self._loader.size(self._positions[-1])
+        size = batch if self._loader is None else self._loader.batch_size_of_epoch
         super()._log_beginning(module, size, accumulate=accumulate)
 
     # A step
 
+    def _in_quorum(self) -> Quorum:
+        """Return the quorum; only training calls this."""
+        assert self.quorum is not None
+        return self.quorum
+
     def _before_batch(self, position: int) -> Share:
         """Join the quorum of a step before its first batch; return the share of this group."""
-        assert self.quorum is not None
-        if not self._positions:
+        if not self._open_step.batches:
             self._begin_step()
-        self._positions.append(position)
-        return self.quorum.share
+        self._open_step.batches.append(position)
+        return self._in_quorum().share
 
     def _begin_step(self) -> None:
-        quorum = self.quorum
-        assert quorum is not None
+        quorum = self._in_quorum()
         if not self._holds_quorum:
             quorum.begin()
         self._holds_quorum = False
         if quorum.healed is not None:
             raise LeftBehindError(
-                f"the other groups are at step {quorum.step}, and group {self._options.group_name!r} is at step "
-                f"{self._trainer.global_step}.",
+                f"the other groups are at step {quorum.step}, and group {self._options.group_name!r} is at "
+                f"step {self._trainer.global_step}.",
                 remedy="Start it again: it heals from them. `nnx run --elastic` does so.",
             )
-        rank_zero_only.rank = quorum.share.index
-        self._random_state = random_state.capture()
+        rank_zero_only.rank = quorum.share.index  # type: ignore[attr-defined]
+        self._open_step.random_state = random_state.capture()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` on this group's share, and log the state of the groups."""
-        quorum, loader = self.quorum, self._loader
-        assert quorum is not None
+        quorum = self._in_quorum()
         if self._again is not None:
-            batch, position = self._again
-            args = (batch, *(position if isinstance(each, int) else each for each in args[1:2]), *args[2:])
-        else:
-            position = self._positions[-1]
-        self.backend.weight = quorum.share.weight(loader.size(position))
+            batch, number = self._again
+            args = (batch, *(number if isinstance(each, int) else each for each in args[1:]))
+        elif self._loader is None:
+            self._before_batch(args[1] if len(args) > 1 else 0)
+            self._open_step.loaded.append(args[0])
+        position = self._open_step.batches[-1] if self._again is None else self._again[1]
+        share, loader = quorum.share, self._loader
+        self.backend.weight = 1 / share.of if loader is None else share.weight(loader.size(position))
         result = super().training_step(*args, **kwargs)
         if result is None:
             raise UnsupportedError(
                 "training_step returned None, and the other groups wait for the gradients of its samples.",
                 remedy="Return a loss of zero that depends on the model, such as `0 * self(x).sum()`.",
             )
-        self.lightning_module.log_dict(quorum.counts.as_metrics(), on_step=True, on_epoch=False, batch_size=1)
+        metrics = quorum.counts.as_metrics()
+        self.lightning_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
         return result
 
-    def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step on gradients of the global batch; compute the step again while groups are lost in it."""
         evaluated = False
 
@@ -266,35 +271,43 @@ class TorchftStrategy(StrategyOfTrainer):
                     remedy="Use another optimizer, or another strategy.",
                 )
             evaluated = True
-            result = closure()
-            while not self.quorum.commit(self.lightning_module.parameters(), self._facts()):
-                result = self._compute_again(closure)
-            self._positions = []
-            if not self.quorum.is_finite and getattr(self.precision_plugin, "scaler", None) is None:
-                log.warning("elastic: step %d: gradients are not finite; no group steps", self.quorum.step)
-                self.lightning_module.zero_grad(set_to_none=True)
-            return result
+            return self._reduced(closure)
 
         return super().optimizer_step(optimizer, of_all_groups, model, **kwargs)
 
+    def _reduced(self, closure: Callable[[], Any]) -> Any:
+        """Evaluate the closure of a step until the groups have summed its gradients."""
+        quorum, module = self._in_quorum(), self.lightning_module
+        result = closure()
+        while not quorum.commit(module.parameters(), self._facts()):
+            result = self._compute_again(closure)
+        self._open_step = _Step()
+        if not quorum.is_finite and getattr(self.precision_plugin, "scaler", None) is None:
+            log.warning("elastic: step %d: gradients are not finite; no group steps", quorum.step - 1)
+            module.zero_grad(set_to_none=True)
+        return result
+
     def _compute_again(self, closure: Callable[[], Any]) -> Any:
         """Compute the gradients of a step again, with the share of a new quorum."""
-        quorum, loader, trainer = self.quorum, self._loader, self._trainer
-        self.lightning_module.zero_grad()
-        began = self._random_state
+        module, began, result = self.lightning_module, self._open_step.random_state, None
+        module.zero_grad()
         self._begin_step()
         random_state.restore(began)
-        self._random_state = began
-        result = None
-        for position in self._positions:
-            batch = trainer.precision_plugin.convert_input(loader.fetch(position, quorum.share))
-            batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-            self._again = self.batch_to_device(batch, dataloader_idx=0), position
+        for index, position in enumerate(self._open_step.batches):
+            self._again = self._load_again(index, position), position
             try:
                 result = closure()
             finally:
                 self._again = None
         return result
+
+    def _load_again(self, index: int, position: int) -> Any:
+        if self._loader is None:
+            return self._open_step.loaded[index]
+        batch = self._loader.fetch(position, self._in_quorum().share)
+        batch = self.precision_plugin.convert_input(batch)
+        batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return self.batch_to_device(batch, dataloader_idx=0)
 
     def _facts(self) -> str:
         """Return what each group decides by itself, and all must decide alike."""
@@ -304,9 +317,7 @@ class TorchftStrategy(StrategyOfTrainer):
             for optimizer in trainer.optimizers
             for group in optimizer.param_groups
         ]
-        return (
-            f"epoch {trainer.current_epoch}, should_stop={trainer.should_stop}, optimizer options {options}"
-        )
+        return f"epoch {trainer.current_epoch}, should_stop={trainer.should_stop}, optimizer {options}"
 
     # Writing and ending
 
@@ -328,8 +339,23 @@ class TorchftStrategy(StrategyOfTrainer):
         if self._loader is not None:
             self._loader.close()
             self._loader = None
-        self._positions, self._holds_quorum = [], False
+        self._open_step, self._holds_quorum = _Step(), False
         super().teardown()
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that is not committed yet.
+
+    Attributes:
+        batches: The positions of its global batches in the epoch; several while gradients accumulate.
+        loaded: The batches themselves, where the groups do not share a loader.
+        random_state: The random state at its beginning.
+    """
+
+    batches: list[int] = field(default_factory=list)
+    loaded: list[Any] = field(default_factory=list)
+    random_state: dict[str, Any] = field(default_factory=dict)
 
 
 def _seed() -> int:

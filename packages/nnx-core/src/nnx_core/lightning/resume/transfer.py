@@ -1,8 +1,8 @@
 """The state of a running Trainer in memory: hand it to another process, which goes on at the same batch.
 
-The state is that of a checkpoint: model, optimizers, schedulers, precision, loops, callbacks, random state and
-the position in the data. It is read between two batches, and taken over right before the first batch of a run
-(in the strategy's `on_train_start`), through the same code that resumes from a checkpoint.
+The state is that of a checkpoint: model, optimizers, schedulers, precision, loops, callbacks, random state
+and the position in the data. It is read between two batches, and taken over right before the first batch of
+a run (in the strategy's `on_train_start`), through the same code that resumes from a checkpoint.
 """
 
 from __future__ import annotations
