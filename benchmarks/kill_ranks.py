@@ -2,8 +2,8 @@
 
     python benchmarks/kill_ranks.py --strategy torchft_ddp --kills 20 --seed 1
 
-Of the kills, a fifth strikes a group while it heals, and a fifth while it saves; a group is always left. Every
-run is compared with one process: the samples of each step, from what the groups wrote before they reduced
+Of the kills, a fifth strikes a group while it heals, and a fifth while it saves; a group is always left.
+Every run is compared with one process: the samples of each step, from what the groups wrote before they reduced
 gradients, and the parameters at the end. The exit code is 1 if anything was lost.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -28,7 +29,9 @@ BATCH, SAMPLES, EPOCHS, PAUSE = 12, 600, 6, 0.04
 """The global batch, the dataset, and the seconds that a step takes at least."""
 
 
-def train(strategy: str, group: str, folder: str, dtype: str, address: str, run: str) -> None:
+def train(
+    strategy: str, group: str, folder: str, dtype: str, address: str, run: str, timeout: float = 0.0
+) -> None:
     """Train one group, or the undisturbed process, and write down what it does."""
     import lightning.pytorch as pl
     import torch
@@ -42,11 +45,15 @@ def train(strategy: str, group: str, folder: str, dtype: str, address: str, run:
     sys.stderr = sys.stdout = (Path(folder) / f"{group}.{os.getpid()}.log").open("a", buffering=1)
     os.dup2(sys.stderr.fileno(), 2)
 
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+
     def note(**what: Any) -> None:
         log.write(json.dumps({"time": time.time(), **what}) + "\n")
         log.flush()
 
     class Notes(Callback):
+        """Writes down commits, saves and heals."""
+
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             note(committed=trainer.global_step - 1)
 
@@ -92,7 +99,7 @@ def train(strategy: str, group: str, folder: str, dtype: str, address: str, run:
         chosen, saves = "auto", []
     else:
         chosen = nnx.strategy(
-            strategy, lighthouse=address, run_id=run, group=group, group_timeout=5.0, connect_timeout=10.0
+            strategy, lighthouse=address, run_id=run, group=group, group_timeout=timeout, connect_timeout=10.0
         )
         saves = [ModelCheckpoint(dirpath=f"{folder}/saves", every_n_train_steps=10, save_top_k=-1)]
     trainer = pl.Trainer(
@@ -123,24 +130,31 @@ class Verdict:
     lost: list[str] = field(default_factory=list)
     difference: float = 0.0
     gap: float = 0.0
+    gap_of_several: float = 0.0
+    killed: list[float] = field(default_factory=list)
     steps: int = 0
     again: int = 0
     samples: int = 0
+
+    def measure(self, begin: float, end: float) -> None:
+        """Measure the time between two steps of a group that survived."""
+        if sum(begin - 0.1 <= killed <= end for killed in self.killed) > 1:
+            self.gap_of_several = max(self.gap_of_several, end - begin)
+        else:
+            self.gap = max(self.gap, end - begin)
 
 
 class Group:
     """One group, whose process is started again after each kill."""
 
-    def __init__(self, context: Any, name: str, arguments: tuple[str, ...]) -> None:
+    def __init__(self, context: Any, name: str, arguments: tuple[Any, ...]) -> None:
         self.name, self.folder = name, Path(arguments[1])
         self._context, self._arguments, self._read = context, arguments, 0
         self.start()
 
     def start(self) -> None:
-        strategy, folder, dtype, address, run = self._arguments
-        self.process = self._context.Process(
-            target=train, args=(strategy, self.name, folder, dtype, address, run)
-        )
+        strategy, *rest = self._arguments
+        self.process = self._context.Process(target=train, args=(strategy, self.name, *rest))
         self.process.start()
         self._read, self.commits, self.last = 0, 0, {}
 
@@ -176,6 +190,7 @@ def disturb(groups: list[Group], verdict: Verdict, most: int, chance: random.Ran
         victim = _victim(groups, training, news, wanted, chance)
         if victim is None:
             continue
+        verdict.killed.append(time.time())
         victim.kill()
         verdict.kills[wanted] += 1
         wanted, due = _kind(chance), time.time() + chance.uniform(0.3, 1.5)
@@ -228,11 +243,12 @@ def examine(folder: Path, groups: list[Group], reference: Path, verdict: Verdict
                 shares[each["step"], each["of"]][each["index"]] = each["rows"]
             elif "committed" in each:
                 committed[each["committed"]].add(attempts[each["committed"]]["of"])
-                verdict.gap = max(verdict.gap, each["time"] - (last or each["time"]))
+                if last is not None:
+                    verdict.measure(last, each["time"])
                 last = each["time"]
     for step, rows in true.items():
         seen = [
-            sorted(sum((shares[step, of].get(k, []) for k in range(of)), []))
+            sorted(row for k in range(of) for row in shares[step, of].get(k, []))
             for of in committed.get(step, set())
         ]
         verdict.samples += len(rows)
@@ -279,6 +295,7 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--dtype", default="float64", choices=["float32", "float64"])
     parser.add_argument("--heartbeat", type=float, default=1.5, help="seconds without a sign of life")
+    parser.add_argument("--timeout", type=float, default=2.0, help="the strategy's group_timeout")
     parser.add_argument("--keep", type=Path, help="a folder for what the groups write")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -304,7 +321,7 @@ def main() -> int:
     while sum(verdict.kills.values()) < given.kills:
         run = folder / f"run{verdict.runs}"
         run.mkdir()
-        arguments = (given.strategy, str(run), given.dtype, address, run.name)
+        arguments = (given.strategy, str(run), given.dtype, address, run.name, given.timeout)
         groups = [Group(context, f"g{index}", arguments) for index in range(given.groups)]
         disturb(groups, verdict, given.kills, chance)
         examine(run, groups, reference, verdict)
@@ -324,7 +341,10 @@ def _conclude(verdict: Verdict, given: argparse.Namespace, folder: Path) -> int:
     print(
         f"largest parameter difference to one process {verdict.difference:.1e} ({given.dtype}, at most {bound:g})"
     )
-    print(f"longest gap between steps of a group {verdict.gap:.2f} s (heartbeat {given.heartbeat:g} s)")
+    print(
+        f"longest gap between two steps of a survivor {verdict.gap:.2f} s; with several kills in it "
+        f"{verdict.gap_of_several:.2f} s (heartbeat {given.heartbeat:g} s, group timeout {given.timeout:g} s)"
+    )
     for each in verdict.lost[:10]:
         print(each)
     failed = bool(verdict.lost) or not verdict.difference <= bound

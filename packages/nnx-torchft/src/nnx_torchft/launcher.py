@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from nnx_checkpoint.cli.output import print_text
 from nnx_core.errors import LaunchError, OptionError
 from nnx_core.launch.launcher import Job, Launcher, LauncherOptions
 from nnx_core.options import option
@@ -106,6 +108,7 @@ class _Groups:
         """Start the groups, and wait for the end of all."""
         lighthouse = None if self._options.lighthouse else _start_lighthouse(self._options)
         address = self._options.lighthouse or lighthouse.address().removeprefix("http://")  # type: ignore[union-attr]
+        _say(f"lighthouse {address}, run {self._run}")
         before = {each: signal.signal(each, self._stop) for each in (signal.SIGINT, signal.SIGTERM)}
         try:
             for number, group in enumerate(self._failures):
@@ -142,6 +145,7 @@ class _Groups:
                 is_error = code > 0 and time.monotonic() - self._started[group] < _SOON
                 self._failures[group] = self._failures[group] + 1 if is_error else 0
                 gives_up = self._failures[group] >= self._options.max_failures
+                _say(f"group {group} died with {code}; {'not ' if gives_up else ''}starting it again")
                 if not gives_up:
                     self._start(group, number, address)
         return 0 if has_ended else (code if code > 0 else 128 - code if code else 1)
@@ -151,6 +155,11 @@ class _Groups:
         self._stops += 1
         for process in self._processes.values():
             process.send_signal(number)
+
+
+def _say(what: str) -> None:
+    print_text(f"elastic: {what}")
+    sys.stdout.flush()
 
 
 def _gpu(number: int) -> dict[str, str]:

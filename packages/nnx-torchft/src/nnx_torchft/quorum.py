@@ -98,9 +98,8 @@ class Quorum:
         self._introduction = Introduction(options.group_name, identity, options.group_timeout)
         _reach(options)
         self._store = TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
-        self._between = new_process_group(device.type, self._introduction, options.group_timeout)
         self._manager = Manager(
-            pg=self._between,
+            pg=new_process_group(device.type, self._introduction, options.group_timeout),
             load_state_dict=self._receive,
             state_dict=self._send,
             min_replica_size=options.min_groups,
@@ -211,8 +210,6 @@ class Quorum:
         checks = torch.tensor([digest, digest**2], dtype=torch.float64, device=listed[0].device)
         self._sum([checks, *(flat for _, flat in sums)])
         error, groups = self._manager.errored(), self._manager.num_participants()
-        if error is not None:
-            self._between.abort()  # other groups may wait for this one in the same sum
         if not self._manager.should_commit():
             self.counts.steps_again += 1
             cause = _first_line(error) or "a group was lost"
