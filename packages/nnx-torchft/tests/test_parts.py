@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader, TensorDataset
 
-pytest.importorskip("torchft", reason="torchft is not installed")
+pytest.importorskip("nnx_torchft._torchft_compat", reason="torchft is not installed")
 
 import torch
 

@@ -211,7 +211,8 @@ def undisturbed(run: Run) -> Group:
     """Train what a run trains in one process, with Lightning alone."""
     folder = run.folder / "plain"
     folder.mkdir()
-    group = Group(replace(run, folder=folder, strategy="auto", pause=0.0, poison=None, save_every=0), "plain")
+    alone = replace(run, folder=folder, strategy="auto", pause=0.0, workers=0, poison=None, save_every=0)
+    group = Group(alone, "plain")
     group.end()
     return group
 
