@@ -3,8 +3,8 @@
     python benchmarks/kill_ranks.py --strategy torchft_ddp --kills 20 --seed 1
 
 Of the kills, a fifth strikes a group while it heals, and a fifth while it saves; a group is always left.
-Every run is compared with one process: the samples of each step, from what the groups wrote before they reduced
-gradients, and the parameters at the end. The exit code is 1 if anything was lost.
+Every run is compared with one process: the samples of each step, from what the groups wrote before they
+reduced gradients, and the parameters at the end. The exit code is 1 if anything was lost.
 """
 
 from __future__ import annotations
@@ -153,6 +153,7 @@ class Group:
         self.start()
 
     def start(self) -> None:
+        """Start the process."""
         strategy, *rest = self._arguments
         self.process = self._context.Process(target=train, args=(strategy, self.name, *rest))
         self.process.start()
@@ -173,6 +174,7 @@ class Group:
         return found
 
     def kill(self) -> None:
+        """Kill the process, and start another one."""
         self.process.kill()
         self.process.join()
         self.start()
@@ -339,7 +341,8 @@ def _conclude(verdict: Verdict, given: argparse.Namespace, folder: Path) -> int:
     )
     print(f"steps computed again {verdict.again}")
     print(
-        f"largest parameter difference to one process {verdict.difference:.1e} ({given.dtype}, at most {bound:g})"
+        f"largest difference of a parameter to one process {verdict.difference:.1e} "
+        f"({given.dtype}, at most {bound:g})"
     )
     print(
         f"longest gap between two steps of a survivor {verdict.gap:.2f} s; with several kills in it "

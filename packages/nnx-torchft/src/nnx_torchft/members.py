@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -83,22 +84,28 @@ class Introduction:
     """Exchanges identities after each change of the quorum.
 
     Attributes:
-        groups: The names of the groups of the current quorum, in its order.
+        groups: The groups of the current quorum, in its order: the id of each start, and its name.
     """
 
     def __init__(self, name: str, identity: Identity, timeout: float) -> None:
-        self.groups: list[str] = []
+        self.groups: dict[str, str] = {}
         self.has_trained = False
         self._name, self._identity, self._timeout = name, identity, timedelta(seconds=timeout)
+        self._id = uuid.uuid4().hex
         self._met: Sequence[Mapping[str, Any]] = ()
 
     def meet(self, store_address: str, rank: int, size: int) -> None:
         """Exchange identities with the groups of a new quorum. Collective over them."""
         store = create_store_client(f"{store_address}/nnx", timeout=self._timeout)
-        own = {"name": self._name, "trained": self.has_trained, "identity": asdict(self._identity)}
-        store.set(str(rank), json.dumps(own))
+        own = {
+            "id": self._id,
+            "name": self._name,
+            "trained": self.has_trained,
+            "identity": asdict(self._identity),
+        }
+        store.set(str(rank), json.dumps({**own, "identity": asdict(self._identity)}))
         self._met = [json.loads(store.get(str(other))) for other in range(size)]
-        self.groups = [each["name"] for each in self._met]
+        self.groups = {each["id"]: each["name"] for each in self._met}
 
     def refuse_others(self) -> None:
         """Refuse to join a run of another identity.

@@ -66,7 +66,7 @@ class Quorum:
 
     Attributes:
         counts: What happened to the groups.
-        groups: The names of the groups of the quorum.
+        groups: The groups of the quorum: the id of each start, and its name.
         healed: The state that another group sent in `begin`; None without one.
         is_finite: False if the last sums have elements that are not finite, on all groups alike.
 
@@ -91,7 +91,7 @@ class Quorum:
         step: int,
     ) -> None:
         self.counts = Counts()
-        self.groups: list[str] = []
+        self.groups: dict[str, str] = {}
         self.healed: dict[str, Any] | None = None
         self.is_finite = True
         self._options, self._state = options, state
@@ -169,18 +169,19 @@ class Quorum:
                 time.sleep(0.2)
 
     def _note_changes(self) -> None:
-        before, now = self.groups, list(self._introduction.groups)
+        before, now = self.groups, dict(self._introduction.groups)
         self.groups = now
         if before == now:
             return
         if before:
-            joined, lost = sorted(set(now) - set(before)), sorted(set(before) - set(now))
+            joined = [name for start, name in now.items() if start not in before]
+            lost = [name for start, name in before.items() if start not in now]
             self.counts.joins += len(joined)
             self.counts.losses += len(lost)
             changes = [*(f"+{name}" for name in joined), *(f"-{name}" for name in lost)]
             log.info("elastic: step %d: %d groups (%s)", self.step, len(now), " ".join(changes))
         else:
-            log.info("elastic: step %d: %d groups (%s)", self.step, len(now), ", ".join(now))
+            log.info("elastic: step %d: %d groups (%s)", self.step, len(now), ", ".join(now.values()))
         self.counts.groups = len(now)
 
     def _send(self) -> dict[str, Any]:

@@ -19,7 +19,12 @@ from nnx_core import random_state
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.namespaces import StrategyOfTrainer
-from nnx_core.lightning.resume.transfer import give_state, take_state
+from nnx_core.lightning.resume.transfer import (
+    give_state,
+    prepare_batch,
+    take_state,
+    training_loaders,
+)
 from nnx_core.lightning.trainer import TrainerAdapter
 from nnx_torchft.data import ElasticLoader, Share, refuse_loader
 from nnx_torchft.finished import Mark
@@ -79,7 +84,6 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
     """
 
     backend: TorchftBackend
-    batch_to_device: Callable[..., Any]
 
     def __init__(
         self,
@@ -168,7 +172,7 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
         """Join the quorum, and take over the state of the other groups."""
         super().on_train_start()
         trainer, loader = self._trainer, self._loader
-        if len(trainer.fit_loop._combined_loader.flattened) > 1:
+        if len(training_loaders(trainer)) > 1:
             raise UnsupportedError(
                 "elastic training divides the batches of one training loader, and there are several.",
                 remedy="Join their datasets in one loader.",
@@ -304,10 +308,7 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
     def _load_again(self, index: int, position: int) -> Any:
         if self._loader is None:
             return self._open_step.loaded[index]
-        batch = self._loader.fetch(position, self._in_quorum().share)
-        batch = self.precision_plugin.convert_input(batch)
-        batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return self.batch_to_device(batch, dataloader_idx=0)
+        return prepare_batch(self, self._loader.fetch(position, self._in_quorum().share))
 
     def _facts(self) -> str:
         """Return what each group decides by itself, and all must decide alike."""

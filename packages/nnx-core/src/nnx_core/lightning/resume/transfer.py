@@ -17,7 +17,7 @@ from nnx_checkpoint.reading.naming import RANKS
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.strategy_checkpoint import restore_model
 
-__all__ = ["give_state", "take_state"]
+__all__ = ["give_state", "prepare_batch", "take_state", "training_loaders"]
 
 
 def give_state(strategy: Any, trainer: Any) -> dict[str, Any]:
@@ -58,6 +58,18 @@ def take_state(strategy: Any, trainer: Any, state: dict[str, Any], *, loaders: S
     loop.reset()
     resume.start(trainer)
     _do_not_validate_again(loop)
+
+
+def training_loaders(trainer: Any) -> list[Any]:
+    """Return the training loaders of a run, which has begun."""
+    return list(trainer.fit_loop._combined_loader.flattened)
+
+
+def prepare_batch(strategy: Any, batch: Any) -> Any:
+    """Do to a batch from a training loader what Lightning does before a step, up to the device."""
+    batch = strategy.precision_plugin.convert_input(batch)
+    batch = strategy.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return strategy.batch_to_device(batch, dataloader_idx=0)
 
 
 def _do_not_validate_again(loop: Any) -> None:
