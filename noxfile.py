@@ -45,7 +45,7 @@ PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 NEEDED_WITH_GPUS = [
     name
     for name, folder in PROJECTS.items()
-    if folder.parent.name == "packages" and name not in ("nnx-ray", "nnx-lite")
+    if folder.parent.name == "packages" and name not in ("nnx-ray", "nnx-lite", "nnx-torchft")
 ]
 """What benchmarks/gpu use."""
 WITH_GPUS = (
@@ -92,6 +92,19 @@ class Train(LightningLite):
 assert Train(strategy="ddp", devices=1).run() == ["model", "optimizer"]
 """
 """Trains a loop of Lite."""
+ELASTIC = """
+import lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torchft.coordination import LighthouseServer
+import nnx
+lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+address = "127.0.0.1:" + lighthouse.address().rpartition(":")[2]
+strategy = nnx.strategy("torchft_ddp", lighthouse=address, run_id="wheels")
+trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=3, logger=False)
+trainer.fit(BoringModel())
+assert trainer.global_step == 3 and trainer.callback_metrics["elastic/groups"] == 1
+"""
+"""Trains one group of an elastic run."""
 NO_LITE = """
 import nnx
 from nnx import *
@@ -104,8 +117,8 @@ else:
     raise SystemExit("there is a Lite where nnx-lite is not installed")
 """
 """Asks for Lite where its package is absent."""
-SCRIPTS = {"nnx-ray": (LAUNCH, "ray"), "nnx-lite": (LITE,)}
-"""The script, with its arguments, that tries each package without a strategy."""
+SCRIPTS = {"nnx-ray": (LAUNCH, "ray"), "nnx-lite": (LITE,), "nnx-torchft": (ELASTIC,)}
+"""The script, with its arguments, that tries each package that conformance does not try."""
 BARE_LOOP = """
 import importlib.util, sys
 import torch
@@ -281,8 +294,9 @@ def release(session: nox.Session) -> None:
     for name in uploaded:
         pip(session, python, "install", "--constraint", limits, "--find-links", found_in, wheels[name])
     expect_ours(session, installed(session, python), uploaded)
-    for names in ask(session, python).values():
-        conform(session, python, names[0])
+    for plugin, names in ask(session, python).items():
+        if plugin not in SCRIPTS:
+            conform(session, python, names[0])
     session.log(
         f"Now tag v{number}, and `twine upload` from {found_in}, in this order: {', '.join(uploaded)}."
     )
@@ -313,10 +327,10 @@ def isolation(session: nox.Session) -> None:
         install(session, python, *(built[name] for name in [*SHARED, *ours]))
         expect_ours(session, installed(session, python), [*SHARED, *ours])
         names = ask(session, python)
-        if plugin in names:
-            conform(session, python, names[plugin][0])
-        else:
+        if plugin in SCRIPTS:
             session.run(python, "-I", "-c", *SCRIPTS[plugin], external=True)
+        else:
+            conform(session, python, names[plugin][0])
         if plugin == "nnx-fsdp":
             outlive_another_nnx(session, python, built)
         came = sorted(installed(session, python) - shared)

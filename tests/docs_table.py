@@ -38,6 +38,12 @@ NOT_RUN: list[Entry] = [
         "nnx run --on ray",
         "run on three raylets by packages/nnx-ray/tests/test_bad_input.py",
     ),
+    (
+        "docs/elastic.md",
+        "nnx run --elastic",
+        "starts groups; packages/nnx-torchft/tests start and kill some",
+    ),
+    ("docs/elastic.md", "python benchmarks/kill_ranks.py", "takes minutes; the page has its results"),
     ("docs/machines.md", "ray start", "starts a cluster that stays; tests start theirs"),
     ("docs/recipes.md", "srun python train.py", "needs a cluster; tests set SLURM's variables"),
     (

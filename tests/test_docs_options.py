@@ -19,6 +19,7 @@ from nnx_deepspeed.options import DeepSpeedOptions
 from nnx_fairscale.options import FairscaleFSDPOptions, OSSOptions, ShardedOptions
 from nnx_fsdp import FSDPOptions
 from nnx_nnscaler import NnScalerOptions
+from nnx_torchft.options import ElasticOptions
 
 DOCS = Path(__file__).parents[1] / "docs"
 COMMON = [item.name for item in fields(CommonOptions)]
@@ -31,6 +32,7 @@ TABLES = [
     ("backends/fairscale.md", "fairscale_fsdp", FairscaleFSDPOptions),
     ("backends/fairscale.md", "fairscale_oss", OSSOptions),
     ("backends/fairscale.md", "fairscale_sharded", ShardedOptions),
+    ("elastic.md", "torchft_ddp", ElasticOptions),
 ]
 each_table = pytest.mark.parametrize(("page", "strategy", "schema"), TABLES)
 START = "<!-- options of {}: written by NNX_UPDATE_DOCS=1 pytest tests/test_docs_options.py -->\n"

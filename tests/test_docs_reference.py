@@ -25,6 +25,7 @@ MODULES = {
     "colossalai.md": "nnx-colossalai/src/nnx_colossalai",
     "deepspeed.md": "nnx-deepspeed/src/nnx_deepspeed",
     "fairscale.md": "nnx-fairscale/src/nnx_fairscale",
+    "torchft.md": "nnx-torchft/src/nnx_torchft",
     "ray.md": "nnx-ray/src/nnx_ray",
     "lite.md": "nnx-lite/src/nnx_lite",
 }

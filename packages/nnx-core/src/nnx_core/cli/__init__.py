@@ -153,7 +153,12 @@ def start_script(
         list[str] | None, typer.Argument(help="The script and its arguments, after `--`.", show_default=False)
     ] = None,
     *,
-    on: Annotated[str, typer.Option("--on", help="ray, torchrun, slurm, or the launcher of a plugin.")],
+    on: Annotated[
+        str, typer.Option("--on", help="ray, torchrun, slurm, elastic, or the launcher of a plugin.")
+    ] = "",
+    elastic: Annotated[
+        int, typer.Option("--elastic", min=0, help="Short for `--on elastic --devices N`: N groups.")
+    ] = 0,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="How many nodes there are.")] = 1,
     devices: Annotated[int, typer.Option("--devices", min=1, help="How many processes a node has.")] = 1,
     options: Annotated[
@@ -166,8 +171,16 @@ def start_script(
     from nnx_checkpoint.cli.output import print_text
     from nnx_core.launch.launcher import make_launcher
 
+    if bool(on) == bool(elastic):
+        raise OptionError(
+            "one of --on and --elastic is needed, and not both.",
+            remedy="Write `nnx run --on torchrun -- train.py`, or `nnx run --elastic 2 -- train.py`.",
+        )
     if not command:
-        raise OptionError("no script is given.", remedy=f"Write `nnx run --on {on} -- train.py`.")
+        what = f"--on {on}" if on else f"--elastic {elastic}"
+        raise OptionError("no script is given.", remedy=f"Write `nnx run {what} -- train.py`.")
+    if elastic:
+        on, devices = "elastic", elastic
     launcher, unknown = make_launcher(on, _values(options or []))
     if unknown:
         known = ", ".join(item.name for item in fields(launcher.Options)) or "none"

@@ -26,7 +26,7 @@ from nnx_core.options import check_options, option
 
 __all__ = ["Job", "Launcher", "LauncherOptions", "Work", "last_committed", "make_launcher", "variables"]
 
-_PACKAGES = {"ray": "nnx-ray"}
+_PACKAGES = {"elastic": "nnx-torchft", "ray": "nnx-ray"}
 """The distributions of launchers that may not be installed."""
 _OURS = (
     LauncherSpec("slurm", "nnx_core.launch.launcher:Slurm", description="scripts, by srun"),

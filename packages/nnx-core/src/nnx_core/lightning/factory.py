@@ -20,7 +20,7 @@ KnownName = Literal[
     "colossalai", "colossalai_auto", "colossalai_cpu", "colossalai_cuda", "fairscale_fsdp", "fairscale_oss",
     "fairscale_sharded", "fsdp_auto", "fsdp_hybrid", "fsdp_manual", "fsdp_offload", "nnscaler",
     "nnscaler_deduped", "nnscaler_dp", "nnscaler_hybrid", "nnscaler_pp", "nnscaler_tp", "nnscaler_zero",
-    "nnx_deepspeed_1", "nnx_deepspeed_2", "nnx_deepspeed_3", "nnx_deepspeed_3_cpu",
+    "nnx_deepspeed_1", "nnx_deepspeed_2", "nnx_deepspeed_3", "nnx_deepspeed_3_cpu", "torchft_ddp",
 ]  # fmt: skip
 """The names of nnx's own packages, for completion in editors; all other names of plugins work, too."""
 

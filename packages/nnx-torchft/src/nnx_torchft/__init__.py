@@ -1,0 +1,1 @@
+"""Elastic training on torchft: groups may be killed and join at any step, and the numbers stay."""

@@ -1,0 +1,147 @@
+"""Who trains with whom: the identity of a run, and the names of the groups of a quorum.
+
+After every change of the quorum its groups exchange their identities through the quorum's store. A group that
+has not trained yet, and whose identity differs from that of the others, leaves with an error that names the
+difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch import nn
+
+from nnx_core.errors import UnsupportedError
+from nnx_torchft._torchft_compat import ProcessGroupGloo, ProcessGroupNCCL, create_store_client
+
+__all__ = ["Identity", "Introduction", "model_digest", "new_process_group"]
+
+_WORDS = {
+    "run": "the run is",
+    "model": "the model is",
+    "dataset": "the training dataset has this many samples:",
+    "batch": "the global batch has this many samples:",
+    "accumulate": "accumulate_grad_batches is",
+    "order": "the order of the samples is made by",
+    "seed": "the seed is",
+    "precision": "precision is",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The facts that all groups of a run share.
+
+    Attributes:
+        run: The name of the run.
+        model: A digest of the names, shapes and dtypes of the parameters.
+        dataset: The length of the training dataset.
+        batch: The size of the global batch.
+        accumulate: The number of global batches of a step.
+        order: The class of the sampler.
+        seed: The seed of the order.
+        precision: Lightning's precision string.
+    """
+
+    run: str
+    model: str
+    dataset: int
+    batch: int
+    accumulate: int
+    order: str
+    seed: int
+    precision: str
+
+    def difference(self, other: Identity) -> str:
+        """Return the first difference as a clause; empty without one.
+
+        Example:
+            >>> one = Identity("a", "4 tensors", 100, 8, 1, "RandomSampler", 0, "32-true")
+            >>> one.difference(Identity("a", "4 tensors", 120, 8, 1, "RandomSampler", 0, "32-true"))
+            'the training dataset has this many samples: 100 here, and 120 there'
+        """
+        theirs = asdict(other)
+        for name, value in asdict(self).items():
+            if value != theirs[name]:
+                return f"{_WORDS[name]} {value} here, and {theirs[name]} there"
+        return ""
+
+
+def model_digest(module: nn.Module) -> str:
+    """Return the number of a module's parameters and a digest of their names, shapes and dtypes."""
+    text = json.dumps([(n, tuple(p.shape), str(p.dtype)) for n, p in module.named_parameters()])
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return f"{count:,} parameters ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
+
+
+class Introduction:
+    """Exchanges identities after each change of the quorum.
+
+    Attributes:
+        groups: The groups of the current quorum, in its order: the id of each start, and its name.
+    """
+
+    def __init__(self, name: str, identity: Identity, timeout: float) -> None:
+        self.groups: dict[str, str] = {}
+        self.has_trained = False
+        self._name, self._identity, self._timeout = name, identity, timedelta(seconds=timeout)
+        self._id = uuid.uuid4().hex
+        self._met: Sequence[Mapping[str, Any]] = ()
+
+    def meet(self, store_address: str, rank: int, size: int) -> None:
+        """Exchange identities with the groups of a new quorum. Collective over them."""
+        store = create_store_client(f"{store_address}/nnx", timeout=self._timeout)
+        own = {
+            "id": self._id,
+            "name": self._name,
+            "trained": self.has_trained,
+            "identity": asdict(self._identity),
+        }
+        store.set(str(rank), json.dumps({**own, "identity": asdict(self._identity)}))
+        self._met = [json.loads(store.get(str(other))) for other in range(size)]
+        self.groups = {each["id"]: each["name"] for each in self._met}
+
+    def refuse_others(self) -> None:
+        """Refuse to join a run of another identity.
+
+        Raises:
+            UnsupportedError: This group has not trained yet, and differs from those that have, or from the
+                first one if none has.
+        """
+        if self.has_trained or not self._met:
+            return
+        trained = [each for each in self._met if each["trained"]]
+        for each in trained or self._met[:1]:
+            difference = self._identity.difference(Identity(**each["identity"]))
+            if difference:
+                raise UnsupportedError(
+                    f"group {self._name!r} cannot join group {each['name']!r}: {difference}.",
+                    remedy="Start every group with the same script and arguments; give another job a "
+                    "lighthouse of its own.",
+                )
+
+
+def new_process_group(device_type: str, introduction: Introduction, timeout: float) -> Any:
+    """Make the process group between the groups, which a new quorum configures again.
+
+    Args:
+        device_type: The type of the device of the gradients.
+        introduction: Meets the other groups after each configuration.
+        timeout: Seconds that its collectives wait.
+    """
+    base: Any = ProcessGroupNCCL if device_type == "cuda" else ProcessGroupGloo
+
+    class Between(base):  # type: ignore[misc] # torchft has no types
+        """Torchft's process group; its configuration ends with the introduction."""
+
+        def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *rest: Any) -> None:
+            super().configure(store_addr, replica_id, rank, world_size, *rest)
+            introduction.meet(store_addr, rank, world_size)
+
+    return Between(timeout=timedelta(seconds=timeout))

@@ -1,0 +1,41 @@
+"""Describe the strategy and the launcher of this plugin, as data."""
+
+from __future__ import annotations
+
+from nnx_core import Capabilities, LauncherSpec, StrategySpec, hookimpl
+
+
+@hookimpl
+def nnx_strategies() -> list[StrategySpec]:
+    """Return the elastic strategy."""
+    return [
+        StrategySpec(
+            name="torchft_ddp",
+            target="nnx_torchft.strategy:TorchftStrategy",
+            options="nnx_torchft.options:ElasticOptions",
+            description="elastic data parallelism on torchft: kill any group, the numbers stay",
+            use_when="machines fail, join or leave while you train, and the model fits on one device",
+            docs_url="docs/elastic.md",
+            capabilities=Capabilities(
+                precisions=("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"),
+                repeated_closures=False,
+                multiple_optimizers=False,
+                manual_optimization=False,
+                leaves_no_files=False,
+                fabric=False,
+            ),
+        )
+    ]
+
+
+@hookimpl
+def nnx_launchers() -> list[LauncherSpec]:
+    """Return the launcher that starts groups and a lighthouse, and restarts groups that die."""
+    return [
+        LauncherSpec(
+            "elastic",
+            "nnx_torchft.launcher:ElasticLauncher",
+            description="groups of elastic training on this machine, with a lighthouse",
+            needs={"torchft": "torchft==0.2.0"},
+        )
+    ]

@@ -1,0 +1,256 @@
+"""Elastic runs for tests: groups are processes of a fork server that has imported torch and Lightning."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+TIMEOUT = 150.0
+"""Seconds that a test waits for anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What every group of a run trains."""
+
+    folder: Path
+    lighthouse: str = ""
+    strategy: str = "torchft_ddp"
+    options: dict[str, Any] = field(default_factory=dict)
+    samples: int = 60
+    batch: int = 6
+    epochs: int = 3
+    pause: float = 0.0
+    workers: int = 0
+    accumulate: int = 1
+    validate_every: int | None = None
+    save_every: int = 0
+    resume: str | None = None
+    iterable: bool = False
+    batch_norm: bool = False
+    manual: bool = False
+    poison: tuple[str, int] | None = None
+    plateau_of_group: bool = False
+
+
+def train(run: Run, group: str) -> None:
+    """Train one group; write its samples, its log and what it ended with into the folder of the run."""
+    import lightning.pytorch as pl
+    import torch
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+    import nnx
+
+    torch.set_num_threads(1)
+    notes = (run.folder / f"{group}.{os.getpid()}.jsonl").open("a")
+    sys.stderr = sys.stdout = (run.folder / f"{group}.{os.getpid()}.log").open("a", buffering=1)
+    os.dup2(sys.stderr.fileno(), 2)
+
+    def note(**what: Any) -> None:
+        notes.write(json.dumps({"time": time.time(), **what}) + "\n")
+        notes.flush()
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            norm = [torch.nn.BatchNorm1d(32)] if run.batch_norm else []
+            layers = [torch.nn.Linear(8, 32), *norm, torch.nn.Tanh(), torch.nn.Linear(32, 1)]
+            self.net = torch.nn.Sequential(*layers).double()
+            self.automatic_optimization = not run.manual
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            rows, x, y = batch
+            quorum = getattr(self.trainer.strategy, "quorum", None)
+            share = (0, 1) if quorum is None else (quorum.share.index, quorum.share.of)
+            note(step=self.trainer.global_step, micro=index, index=share[0], of=share[1], rows=rows.tolist())
+            time.sleep(run.pause)
+            loss = (self.net(x) - y).square().mean()
+            if run.poison == (group, self.trainer.global_step):
+                loss = loss * float("nan")
+            if run.plateau_of_group and group == "g1" and self.trainer.global_step == 4:
+                self.trainer.optimizers[0].param_groups[0]["lr"] = 1.0
+            return loss
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            note(committed=self.trainer.global_step - 1)
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val", (self.net(batch[1]) - batch[2]).square().mean())
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    pl.seed_everything(3, verbose=False)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(run.samples, 8, generator=generator, dtype=torch.float64)
+    data = TensorDataset(torch.arange(run.samples), x, x[:, :1].sin())
+
+    class Stream(IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return iter(data)
+
+    sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=3)
+    loader: Any = DataLoader(data, batch_size=run.batch, sampler=sampler, num_workers=run.workers)
+    if run.iterable:
+        loader = DataLoader(Stream(), batch_size=run.batch)
+    saves = ModelCheckpoint(
+        dirpath=run.folder / "saves", every_n_train_steps=run.save_every, save_top_k=-1, save_last=True
+    )
+    if run.strategy == "torchft_ddp":
+        chosen = nnx.strategy(
+            run.strategy, lighthouse=run.lighthouse, group=group, **{"run_id": run.folder.name, **run.options}
+        )
+    else:
+        chosen = run.strategy if run.strategy == "auto" else nnx.strategy(run.strategy)
+    trainer = pl.Trainer(
+        strategy=chosen,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=run.epochs,
+        precision="64-true",
+        accumulate_grad_batches=run.accumulate,
+        val_check_interval=run.validate_every,
+        limit_val_batches=0 if run.validate_every is None else 1.0,
+        num_sanity_val_steps=0,
+        callbacks=[saves] if run.save_every else [],
+        enable_checkpointing=bool(run.save_every),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=run.folder,
+    )
+    model = Model()
+    try:
+        trainer.fit(model, loader, DataLoader(data, batch_size=30), ckpt_path=run.resume)
+    except Exception as error:
+        note(error=f"{type(error).__name__}: {error}", seconds=time.monotonic())
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    loops = trainer.fit_loop.epoch_loop
+    note(
+        ended=trainer.global_step,
+        epoch=trainer.current_epoch,
+        stepped=loops._batches_that_stepped,
+        rate=trainer.optimizers[0].param_groups[0]["lr"],
+        metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
+    )
+    torch.save(model.net.state_dict(), run.folder / f"{group}.pt")
+
+
+class Group:
+    """One process of a run."""
+
+    def __init__(self, run: Run, name: str) -> None:
+        self.run, self.name = run, name
+        self.process = _context().Process(target=train, args=(run, name))
+        self.process.start()
+
+    @property
+    def notes(self) -> list[dict[str, Any]]:
+        """What the process has noted until now."""
+        path = self.run.folder / f"{self.name}.{self.process.pid}.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    @property
+    def log(self) -> str:
+        """What the process has printed until now."""
+        path = self.run.folder / f"{self.name}.{self.process.pid}.log"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def commits(self) -> int:
+        return sum("committed" in each for each in self.notes)
+
+    def wait_for(self, what: Callable[[Group], bool]) -> Group:
+        """Wait until something is true of the group, and it still lives."""
+        began = time.monotonic()
+        while not what(self):
+            assert self.process.is_alive(), self.log[-3000:]
+            assert time.monotonic() - began < TIMEOUT, self.log[-3000:]
+            time.sleep(0.01)
+        return self
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def end(self) -> dict[str, Any]:
+        """Wait for the end; return what the group ended with."""
+        self.process.join(TIMEOUT)
+        assert not self.process.is_alive(), self.log[-3000:]
+        assert "ended" in self.notes[-1], self.log[-3000:]
+        return self.notes[-1]
+
+    def error(self) -> str:
+        """Wait for the end; return the error."""
+        self.process.join(TIMEOUT)
+        assert self.process.exitcode == 1, self.log[-3000:]
+        return self.notes[-1]["error"]
+
+    def weights(self) -> dict[str, Any]:
+        import torch
+
+        return torch.load(self.run.folder / f"{self.name}.pt")
+
+
+def undisturbed(run: Run) -> Group:
+    """Train what a run trains in one process, with Lightning alone."""
+    folder = run.folder / "plain"
+    folder.mkdir()
+    alone = replace(run, folder=folder, strategy="auto", pause=0.0, workers=0, poison=None, save_every=0)
+    group = Group(alone, "plain")
+    group.end()
+    return group
+
+
+def assert_equal(group: Group, plain: Group, within: float = 1e-12) -> None:
+    """Compare what a group ended with with the undisturbed process."""
+    ended, true = group.end(), plain.end()
+    assert {name: ended[name] for name in ("ended", "epoch", "stepped", "rate")} == {
+        name: true[name] for name in ("ended", "epoch", "stepped", "rate")
+    }
+    ours, theirs = group.weights(), plain.weights()
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) <= within
+
+
+def assert_each_sample_once(run: Run, plain: Group) -> None:
+    """Check that the shares of every committed step are the samples of one process's step."""
+    true = {(each["step"], each["micro"]): sorted(each["rows"]) for each in plain.notes if "rows" in each}
+    shares: dict[Any, dict[int, list[int]]] = defaultdict(dict)
+    committed: dict[Any, set[int]] = defaultdict(set)
+    for path in run.folder.glob("*.jsonl"):
+        attempts: dict[Any, Any] = {}
+        for line in path.read_text().splitlines():
+            each = json.loads(line)
+            if "rows" in each:
+                key = each["step"], each["micro"]
+                attempts[key] = each
+                shares[key, each["of"]][each["index"]] = each["rows"]
+            elif "committed" in each:
+                for key, attempt in attempts.items():
+                    if key[0] == each["committed"]:
+                        committed[key].add(attempt["of"])
+    for key, rows in true.items():
+        assert len(committed[key]) == 1, (key, committed[key])
+        (of,) = committed[key]
+        assert sorted(row for share in shares[key, of].values() for row in share) == rows, key
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "lightning.pytorch", "nnx", "nnx_torchft.strategy"])
+    return context
