@@ -25,6 +25,7 @@ from nnx_checkpoint.reading.loading import load_model
 from nnx_checkpoint.reading.naming import (
     RANKS,
     LazyStateDict,
+    Saved,
     StoredRanks,
     collect,
     numbered_optimizer_state,
@@ -76,16 +77,13 @@ def save_lightning_checkpoint(
         own: The state of this rank alone, such as its random state; on all ranks or none.
     """
     io = strategy.checkpoint_io
+    if isinstance(io, CheckpointIO):
+        refuse_storage_options(storage_options)
+        io.save_sharded(collect_shards(checkpoint, own), path, provenance=provenance_of(strategy))
+        return
     checkpoint, entries = split_rank_entries(checkpoint)
     if own is not None and entries:
         own = {**own, _ENTRIES: entries}
-    if isinstance(io, CheckpointIO):
-        refuse_storage_options(storage_options)
-        rest = dict(checkpoint)
-        saved = collect(rest.pop("state_dict", None), rest.pop("optimizer_states", None), rest)
-        saved.rank_objects = own
-        io.save_sharded(saved, path, provenance=_provenance(strategy))
-        return
     full = _gather_tree(checkpoint, {})
     if own is not None:
         full[RANKS] = gather_object(own, control_group())
@@ -96,6 +94,19 @@ def save_lightning_checkpoint(
                 named = innermost_checkpoint_io(io) is not None
                 full["optimizer_states"] = [numbered_optimizer_state(s, keep_names=named) for s in states]
             io.save_checkpoint(full, path, storage_options=storage_options)
+
+
+def collect_shards(checkpoint: Mapping[str, Any], own: dict[str, Any] | None) -> Saved:
+    """Collect this rank's shards of Lightning's dict, and the state of this rank alone. Collective.
+
+    Args:
+        checkpoint: Lightning's dict.
+        own: See `save_lightning_checkpoint`.
+    """
+    rest, entries = split_rank_entries(checkpoint)
+    saved = collect(rest.pop("state_dict", None), rest.pop("optimizer_states", None), rest)
+    saved.rank_objects = {**own, _ENTRIES: entries} if own is not None and entries else own
+    return saved
 
 
 _ENTRIES = "entries"
@@ -156,7 +167,8 @@ def take_rank_entries(checkpoint: Mapping[str, Any], rank: int, size: int) -> No
             )
 
 
-def _provenance(strategy: Any) -> dict[str, Any]:
+def provenance_of(strategy: Any) -> dict[str, Any]:
+    """Return the record of the run for people."""
     return {
         "strategy": strategy.name,
         "world_size": strategy.backend.context.world_size,
