@@ -67,7 +67,7 @@ class CommonOptions:
     memory_checkpoint: int | None = option(
         None,
         help="Copy each rank's state to the memory of its host and of the next host after every so many "
-        "optimizer steps of a Trainer. Restarted processes resume from the copies. By default there are none.",
+        "optimizer steps of a Trainer. Restarted processes resume from the copies. By default, none.",
         types=(int,),
     )
     memory_directory: str = option(

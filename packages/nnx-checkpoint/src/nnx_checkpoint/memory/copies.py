@@ -1,7 +1,7 @@
 """`Copies`: the copies in memory that one run keeps of its state, as each rank sees them.
 
-One copy is written at a time, by a thread, on a process group of its own: a background save to disk, which may
-take much longer, neither waits for it nor holds it up.
+One copy is written at a time, by a thread, on a process group of its own. A background save to disk, which
+may take much longer, neither waits for it nor holds it up.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def name_of_run(environment: Mapping[str, str] = os.environ) -> str | None:
 class Copies:
     """The copies of one fit. Constructing it is collective, and so are all methods but `close`.
 
-    Restarted processes find them by the name of the run, and by the number of the fit in the process: a script
-    may train several times.
+    Restarted processes find them by the name of the run, and by the number of the fit in the process, because
+    a script may train several times.
 
     Args:
         directory: The memory-backed directory of each host.
@@ -95,7 +95,9 @@ class Copies:
         self.wait()
         begun = time.perf_counter()
         made = request(str(self.memory.path))
-        copy = MemoryCopy(replace(made, collective=self.group is not None), self.group, self.memory, self.hosts)
+        copy = MemoryCopy(
+            replace(made, collective=self.group is not None), self.group, self.memory, self.hosts
+        )
         try:
             copy.capture(self._arena.stage)
         except Exception as error:

@@ -88,9 +88,7 @@ class MemoryCopy(Save):
             self.memory.keep_only(self.save_id)
 
     def _round(self, work: Any) -> None:
-        exchange(
-            self.group, work, lambda each: [None] * self.size, doing=self.doing, give_up=self._give_up
-        )
+        exchange(self.group, work, lambda each: [None] * self.size, doing=self.doing, give_up=self._give_up)
 
     @override
     def _room(self) -> int:
@@ -115,8 +113,8 @@ class MemoryCopy(Save):
                     f"the memory of {name} is too small: two copies of the state of ranks "
                     f"{', '.join(map(str, sorted(held)))} take {needed / 1e6:,.1f} MB, and "
                     f"'{self.memory.root}' has room for {room / 1e6:,.1f} MB.",
-                    remedy="Enlarge it (a container's --shm-size, or mount -o remount,size=... /dev/shm), add "
-                    "nodes, or leave memory_checkpoint out.",
+                    remedy="Enlarge it (--shm-size of a container; mount -o remount,size=... /dev/shm), "
+                    "remove copies of other runs there, add nodes, or leave memory_checkpoint out.",
                 )
 
     @override

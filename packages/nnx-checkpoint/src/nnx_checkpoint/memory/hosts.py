@@ -1,6 +1,6 @@
 """The memory of the hosts of a run: a directory on each, and the ranks that share it.
 
-A copy is a save in the format of checkpoints below a memory-backed directory, such as ``/dev/shm``. Such files
+A copy is a save in the format of checkpoints below a memory-backed directory, such as ``/dev/shm``. The files
 belong to the host: they outlive a killed process, and a lost host takes them with it. Ranks share a host if
 they see the same file in that directory, so containers with private memory count as hosts.
 This module owns the directory, its lock and its end. It knows nothing of tensors.
@@ -207,9 +207,7 @@ class HostMemory:
         os.close(fd)
 
 
-def join(
-    directory: str, run: str, number: int, group: dist.ProcessGroup | None
-) -> tuple[HostMemory, Hosts]:
+def join(directory: str, run: str, number: int, group: dist.ProcessGroup | None) -> tuple[HostMemory, Hosts]:
     """Open the memory of each rank's host, and find the ranks that share it. Collective.
 
     Args:

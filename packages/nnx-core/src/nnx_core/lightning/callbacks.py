@@ -78,7 +78,7 @@ class ResumeCallback:
         if ours and every is not None:
             raise OptionError(
                 f"memory_checkpoint={every} is an option of {type(strategy).__name__} itself.",
-                remedy=f"Pass it to the strategy: nnx.strategy({strategy.name!r}, memory_checkpoint={every}).",
+                remedy=f"Pass it there: nnx.strategy({strategy.name!r}, memory_checkpoint={every}).",
             )
         if ours:
             return

@@ -128,6 +128,10 @@ class MemoryCopies:
                 *(len(stalls), 1e3 * fmean(stalls), 1e3 * max(stalls)),
             )
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the copies to the processes that take this one's place."""
+        self.copies.close()
+
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Let the copies go with the process."""
         self.copies.finish()
@@ -148,7 +152,7 @@ def request_of(saved: Saved, path: str, *, step: int, provenance: dict[str, Any]
 
 
 def _step_of(path: Any) -> int | None:
-    """Return the global step of a checkpoint; None without one, or if some rank cannot open it. Collective."""
+    """Return the global step of a checkpoint; None if some rank cannot open it. Collective."""
     with suppress(NnxError), together(control_group(), doing=f"opening {str(path)!r}"):
         return int(open_checkpoint(path).tree(None, lambda name: None)["trainer"]["global_step"])
     return None
