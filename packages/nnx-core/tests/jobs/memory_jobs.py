@@ -195,9 +195,9 @@ def recorded(folder: Path, rank: int, step: int) -> str:
     return (folder / f"state-{rank}-{step}").read_text()
 
 
-def damage(folder: Path, name: str) -> int:
-    """Change a byte in the middle of every copy of a file; how many there were."""
-    found = [path for path in folder.rglob(name) if path.is_file()]
+def damage(folder: Path, name: str, *, host: str = "host*") -> int:
+    """Change a byte in every copy of a file; how many there were."""
+    found = [path for each in folder.glob(host) for path in each.rglob(name) if path.is_file()]
     for path in found:
         raw = bytearray(path.read_bytes())
         raw[-len(raw) // 8] ^= 1
@@ -207,5 +207,5 @@ def damage(folder: Path, name: str) -> int:
 
 def step_of(folder: Path) -> set[int]:
     """The steps of the committed copies."""
-    found = folder.rglob("*/manifest.json")
+    found = folder.glob("host*/nnx-*/*/*/manifest.json")
     return {json.loads(path.read_bytes())["provenance"]["step"] for path in found}

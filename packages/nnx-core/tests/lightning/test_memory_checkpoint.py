@@ -125,7 +125,10 @@ def test_if_both_holders_are_gone_the_disk_is_taken_and_the_log_names_them(
         shutil.rmtree(tmp_path / f"host{host}")
     report = run(pool, killed, tmp_path, hosts=3)[0]
     assert report.start == 4
-    assert "memory: The copy of step 6 in memory is refused: the state of rank 1 is gone with both" in report.log[0]
+    assert (
+        "memory: The copy of step 6 in memory is refused: the state of rank 1 is gone with both"
+        in report.log[0]
+    )
     assert "holders, " in report.log[0]
     disk = killed.resume
     assert f"memory: Resuming after step 4 from disk (no usable copies in memory): {disk}" in report.log
@@ -137,13 +140,15 @@ def test_a_state_that_is_damaged_on_both_holders_is_refused_and_the_disk_is_take
     assert damage(tmp_path, "r00001.safetensors") == 2
     report = run(pool, killed, tmp_path, hosts=3)[0]
     assert report.start == 4
-    assert re.search(r"step 6 in memory is refused: the state of rank 1 is damaged on \S+ and \S+ \(.*block", report.log[0])
+    assert re.search(
+        r"step 6 in memory is refused: the state of rank 1 is damaged on \S+ and \S+ \(.*block", report.log[0]
+    )
 
 
 def test_a_state_that_is_damaged_on_one_holder_is_taken_from_the_other(
     pool: WorkerPool, tmp_path: Path, killed: Run
 ) -> None:
-    assert damage(tmp_path / "host1", "r00001.safetensors") == 1
+    assert damage(tmp_path, "r00001.safetensors", host="host1") == 1
     for rank, report in enumerate(run(pool, killed, tmp_path, hosts=3)):
         assert (report.start, report.before) == (6, recorded(tmp_path, rank, 6))
 
@@ -152,7 +157,7 @@ def test_a_state_that_is_damaged_on_one_holder_is_taken_from_the_other(
 def test_damage_of_a_common_file_on_every_host_is_refused(
     pool: WorkerPool, tmp_path: Path, killed: Run, name: str
 ) -> None:
-    assert damage(tmp_path, name) >= 3
+    assert damage(tmp_path, name) == 3 * (1 + (name == "manifest.json"))
     report = run(pool, killed, tmp_path, hosts=3)[0]
     assert report.start == 4
     assert "is refused: " in report.log[0]
@@ -178,12 +183,12 @@ def test_without_copies_and_checkpoint_the_run_begins(pool: WorkerPool, tmp_path
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A memory of 200 KB."""
+    """A memory of 600 KB."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to mount a small tmpfs")
     folder = tmp_path / "host0"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(folder)], check=True)
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
@@ -191,32 +196,26 @@ def small(tmp_path: Path) -> Iterator[Path]:
 def test_a_memory_that_is_too_small_is_refused_before_anything_is_written(
     pool: WorkerPool, tmp_path: Path, small: Path
 ) -> None:
-    (small / "full").write_bytes(bytes(180_000))
-    expected = (
-        r"the memory of \S+ is too small: two copies of the state of ranks 0, 1 take 0\.0 MB, and '\S+' has "
-        r"room for 0\.0 MB\. The remedy"
-    )
+    (small / "full").write_bytes(bytes(570_000))
     with pytest.raises(JobError) as raised:
         run(pool, RUN, tmp_path)
     message = str(raised.value)
-    assert "is too small: two copies of the state of ranks 0, 1 take" in message, expected
+    assert "is too small: two copies of the state of ranks 0, 1 take" in message
     assert "--shm-size" in message
 
 
 def test_a_memory_that_fills_up_later_costs_a_warning_and_the_last_copy_stays(
     pool: WorkerPool, tmp_path: Path, small: Path
 ) -> None:
-    filler = Filler(str(small / "full"), 4)
+    filler = Filler(str(small / "full"), 5)
     kill(pool, RUN, tmp_path, 1, 8, callbacks=(filler,))
     assert step_of(tmp_path) == {3}
     (small / "full").unlink()
     assert run(pool, RUN, tmp_path)[0].start == 3
 
 
-def test_a_full_disk_ends_the_run_and_the_copies_live(
-    pool: WorkerPool, tmp_path: Path, small: Path
-) -> None:
-    (small / "full").write_bytes(bytes(200_000 // 4096 * 4096 - 8192))
+def test_a_full_disk_ends_the_run_and_the_copies_live(pool: WorkerPool, tmp_path: Path, small: Path) -> None:
+    (small / "full").write_bytes(bytes(590_000))
     other = tmp_path / "other"
     other.mkdir()
     what = replace(RUN, save=str(small / "disk.ckpt"), save_at=8)
@@ -247,7 +246,9 @@ def test_the_interval_is_a_positive_number_of_steps(value: Any) -> None:
 
 
 def test_a_run_without_a_name_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="needs a name of the run that a restart keeps, and the launcher gives"):
+    with pytest.raises(
+        JobError, match="needs a name of the run that a restart keeps, and the launcher gives"
+    ):
         pool.run(call, RUN, str(tmp_path), {}, world_size=2, env={"TORCHELASTIC_RUN_ID": "none"})
 
 

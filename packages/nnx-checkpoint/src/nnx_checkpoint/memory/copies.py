@@ -79,6 +79,7 @@ class Copies:
 
     def keep(self, found: Found | None) -> None:
         """Remove all copies but the one that this run resumes from."""
+        self._has_copied = found is not None
         if self.hosts.leads(rank_and_size(self.group)[0]):
             self.memory.keep_only(None if found is None else found.save_id)
 
