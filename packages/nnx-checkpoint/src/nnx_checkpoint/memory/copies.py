@@ -121,7 +121,7 @@ class Copies:
         A copy that failed costs nothing but time, so its error is only logged, unless it is the first one.
 
         Raises:
-            CheckpointError: The first copy failed.
+            CheckpointError: The first copy failed, or another rank is gone.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -130,7 +130,8 @@ class Copies:
         pending.wait()
         self.stalls[-1] += time.perf_counter() - begun
         error, self._error = self._error, None
-        if error is not None and not self._has_copied:
+        # An error of gloo is its cause where another rank is gone: not even this step may count as done.
+        if error is not None and (not self._has_copied or isinstance(error.__cause__, RuntimeError)):
             raise error
         if error is not None and rank_and_size(self.group)[0] == 0:
             log.warning("memory: %s", error)

@@ -125,8 +125,8 @@ class ResumeCallback:
 def _request_copy(trainer: Any, io: CheckpointIO, checkpoint: dict[str, Any], path: str) -> SaveRequest:
     """Return this rank's part of a copy in memory: rank zero has all of it, as on disk."""
     saved = collect_unsharded(checkpoint) if trainer.is_global_zero else Saved()
-    provenance, step = {"strategy": type(trainer.strategy).__name__}, trainer.global_step
-    return request_of(saved, path, step=step, provenance=provenance, opaque=io.opaque_objects)
+    step, strategy = trainer.global_step, type(trainer.strategy).__name__
+    return request_of(saved, path, step=step, strategy=strategy, opaque=io.opaque_objects)
 
 
 def _process(resume: ExactResume, trainer: Any, process: Any, loader: Any) -> Any:

@@ -115,8 +115,7 @@ class MemoryCopies:
         self._step = step
         self.copies.wait()
         if step // self.every != before // self.every:
-            checkpoint = dump_checkpoint(trainer)
-            self.copies.copy(lambda path: self._request(checkpoint, path))
+            self.copies.copy(lambda path: self._request(dump_checkpoint(trainer), path))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the last copy, and log the stalls."""
@@ -138,15 +137,15 @@ class MemoryCopies:
         _finished.append(self.copies)
 
 
-def request_of(saved: Saved, path: str, *, step: int, provenance: dict[str, Any], opaque: Any) -> SaveRequest:
-    """Return the request of a copy."""
+def request_of(saved: Saved, path: str, *, step: int, strategy: str, opaque: Any) -> SaveRequest:
+    """Return the request of a copy: what is not in Lightning's dict goes into its provenance."""
     return SaveRequest(
         path,
         tensors=saved.tensors,
         objects=saved.objects,
         aliases=saved.aliases,
         rank_objects=saved.rank_objects,
-        provenance={**provenance, STEP: step},
+        provenance={"strategy": strategy, STEP: step},
         opaque=opaque,
     )
 

@@ -79,7 +79,7 @@ def save_lightning_checkpoint(
     io = strategy.checkpoint_io
     if isinstance(io, CheckpointIO):
         refuse_storage_options(storage_options)
-        io.save_sharded(collect_shards(checkpoint, own), path, provenance=provenance_of(strategy))
+        io.save_sharded(collect_shards(checkpoint, own), path, provenance=_provenance(strategy))
         return
     checkpoint, entries = split_rank_entries(checkpoint)
     if own is not None and entries:
@@ -167,8 +167,7 @@ def take_rank_entries(checkpoint: Mapping[str, Any], rank: int, size: int) -> No
             )
 
 
-def provenance_of(strategy: Any) -> dict[str, Any]:
-    """Return the record of the run for people."""
+def _provenance(strategy: Any) -> dict[str, Any]:
     return {
         "strategy": strategy.name,
         "world_size": strategy.backend.context.world_size,

@@ -59,7 +59,6 @@ from nnx_core.lightning.strategy_checkpoint import (
     collect_shards,
     load_lightning_checkpoint,
     module_state_dict,
-    provenance_of,
     restore_model,
     restore_optimizers,
     save_lightning_checkpoint,
@@ -237,8 +236,8 @@ class TrainerAdapter(ParallelProcesses):
         """Return this rank's part of a copy in memory. Collective."""
         trainer = self.lightning_module.trainer
         saved = collect_shards(checkpoint, self._exact_resume.state(trainer))
-        provenance, opaque = provenance_of(self), self.common.opaque_objects
-        return request_of(saved, path, step=trainer.global_step, provenance=provenance, opaque=opaque)
+        step, opaque = trainer.global_step, self.common.opaque_objects
+        return request_of(saved, path, step=step, strategy=self.name, opaque=opaque)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
