@@ -3,12 +3,12 @@
     python benchmarks/kill_copies.py [--strategy all] [--memory-checkpoint 5] [--kills 60] [--seed 1]
                                      [--hosts 2] [--torchrun] [--stall] [--json]
 
-A run trains a small model with dropout on two ranks, under the strategies fsdp_auto, nnscaler_zero, colossalai
-and ddp or one of them. At a random moment a rank gets SIGKILL: in a step, while a copy is written, or while the
-run before it is being restored. All ranks are started again, until the run ends, and then another run begins.
-Without a kill a run is trained once before. Checked are the steps that had to be computed again (at most those
-between two copies), and that each rank's weights, optimizer state and loss are the same bits after each step as
-in the run without kills. A step counts as computed when its hooks have ended.
+A run trains a small model with dropout on two ranks, under fsdp_auto, nnscaler_zero, colossalai and ddp, or
+one of them. At a random moment a rank, or all, get SIGKILL: in a step, while a copy is written, or while a
+copy is restored. All ranks are started again, until the run ends, and then another run begins. First a run is
+trained without kills. Checked are the steps that had to be computed again (at most those between two copies),
+and that each rank's weights, optimizer state and loss are the same bits after each step as in the first run.
+A step counts as computed when its hooks have ended.
 
 Processes are forked from one that has imported everything; with ``--torchrun`` torchrun starts and restarts
 them. Hosts are pretended: each has a directory of its own in memory, and ranks see only that of their host.
@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -405,7 +406,7 @@ def measure_stall(strategy: str, options: argparse.Namespace, scratch: Path) -> 
                 pool.run(train, *arguments, world_size=RANKS, env={"NNX_RUN_ID": folder.name}, timeout=500.0)
                 events = Logs(folder).read()[0]
                 times = [event["time"] for event in events if "step" in event]
-                found[name] += [1e3 * (b - a) for a, b in zip(times[3:], times[4:], strict=False)]
+                found[name] += [1e3 * (b - a) for a, b in pairwise(times[3:])]
                 if every:
                     found["stalls"] += [1e3 * s for e in events for s in e.get("stalls", [])][1:]
     medians = {name: statistics.median(values) for name, values in found.items()}
@@ -461,8 +462,9 @@ def _line(strategy: str, result: Any) -> str:
     if isinstance(result, Result):
         mean = statistics.fmean(result.again) if result.again else 0.0
         return (
-            f"{strategy}: {result.kills} kills in {result.runs} runs, {result.from_memory} starts from copies, "
-            f"{mean:.1f} steps again on average, {max(result.again, default=0)} at most, {result.seconds:.0f} s"
+            f"{strategy}: {result.kills} kills in {result.runs} runs, {result.from_memory} starts from "
+            f"copies, {mean:.1f} steps again on average, {max(result.again, default=0)} at most, "
+            f"{result.seconds:.0f} s"
         )
     return (
         f"{strategy}: a copy stalls {result['stalls']:.1f} ms ({result['most']:.1f} ms at most) of a step of "

@@ -171,7 +171,7 @@ class _Restoring:
 
     def _fetch(self, names: Iterable[str]) -> None:
         """Send files from a good holder to the hosts without them. Collective."""
-        moves = []
+        moves: list[Move] = []
         for name in names:
             source = next(host for host, files in enumerate(self.good) if name in files)
             for host, files in enumerate(self.good):
