@@ -39,6 +39,12 @@ NOT_RUN: list[Entry] = [
         "run on three raylets by packages/nnx-ray/tests/test_bad_input.py",
     ),
     ("docs/machines.md", "ray start", "starts a cluster that stays; tests start theirs"),
+    (
+        "docs/memory-checkpoints.md",
+        "nnx run",
+        "restarts a script; packages/nnx-core/tests/lightning/test_memory_restarts.py does so",
+    ),
+    ("docs/memory-checkpoints.md", "TORCH_DISABLE", "run on nodes by tests/nodes/test_memory.py"),
     ("docs/recipes.md", "srun python train.py", "needs a cluster; tests set SLURM's variables"),
     (
         "docs/command-line.md",

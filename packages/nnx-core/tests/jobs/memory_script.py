@@ -1,4 +1,4 @@
-"""A user's script with copies in memory: ``memory_script.py FOLDER``; rank 1 kills itself once, after step 8."""
+"""A script with copies in memory: ``memory_script.py FOLDER``; rank 1 kills itself once, after step 8."""
 
 from __future__ import annotations
 
