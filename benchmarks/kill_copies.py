@@ -109,6 +109,8 @@ def train(strategy: str, folder: str, every: int, hosts: int, boot: int, heavy: 
 
         def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
             self.loss = float(outputs["loss"])
+            if heavy:
+                trainer.strategy.barrier()  # what a rank waits for a slower one is not the copy's
 
         def on_train_end(self, trainer: Trainer, module: Any) -> None:
             copies = [each.copies for each in trainer.callbacks if isinstance(each, MemoryCopies)]
