@@ -45,6 +45,12 @@ NOT_RUN: list[Entry] = [
     ),
     ("docs/elastic.md", "python benchmarks/kill_ranks.py", "takes minutes; the page has its results"),
     ("docs/machines.md", "ray start", "starts a cluster that stays; tests start theirs"),
+    (
+        "docs/memory-checkpoints.md",
+        "nnx run",
+        "restarts a script; packages/nnx-core/tests/lightning/test_memory_restarts.py does so",
+    ),
+    ("docs/memory-checkpoints.md", "TORCH_DISABLE", "run on nodes by tests/nodes/test_memory.py"),
     ("docs/recipes.md", "srun python train.py", "needs a cluster; tests set SLURM's variables"),
     (
         "docs/command-line.md",

@@ -46,7 +46,7 @@ def main(job: dict[str, Any]) -> None:
         subject,
         task,
         devices=job["devices"],
-        num_nodes=job["nodes"],
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", job["nodes"])),  # torchrun's, of this start
         callbacks=[Steps(job)],
         enable_progress_bar=job.get("bar", False),
         plugins=[nnx.CheckpointIO()] if job["strategy"] == "ddp" else [],

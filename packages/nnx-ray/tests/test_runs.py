@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,27 @@ def test_a_killed_actor_costs_the_steps_since_the_last_checkpoint(
     assert float(trainer.callback_metrics["loss"]) == pytest.approx(losses_alone(5)[-1], rel=1e-4)
     assert Path(trainer.checkpoint_callback.best_model_path).is_dir()
     assert trainer.checkpoint_callback.best_model_path.endswith("step=5.ckpt")
+
+
+@pytest.mark.full
+def test_a_killed_actor_costs_the_steps_since_the_last_copy_in_memory(cluster: Any, tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    copies = {"memory_checkpoint": 2, "memory_directory": str(memory)}
+    trainer = make_trainer(
+        Subject("fsdp_auto", options={"launcher": "ray", "placement": "strict_spread", **copies}),
+        task_of(7),
+        devices=1,
+        num_nodes=2,
+        default_root_dir=tmp_path,
+        callbacks=[Account(tmp_path, dies=(1, 5))],
+    )
+    trainer.fit(task_of(7).module())
+    assert losses_by_step(tmp_path) == pytest.approx(losses_alone(7), rel=1e-4)
+    steps = [line["step"] for line in steps_of(tmp_path)]
+    again = next(after for before, after in pairwise(steps) if after <= before)
+    assert again in (3, 5)  # from the copy of step 4, or of step 2 where the kill came before its commit
+    assert not list(memory.iterdir())
 
 
 @pytest.mark.full

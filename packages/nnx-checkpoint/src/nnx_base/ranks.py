@@ -37,6 +37,7 @@ __all__ = [
     "background_group",
     "broadcast_tensor",
     "control_group",
+    "copy_group",
     "deliver",
     "engine_group",
     "exchange",
@@ -57,6 +58,7 @@ _NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
 _control_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 _background_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+_copy_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 _engine_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
@@ -82,6 +84,14 @@ def background_group() -> dist.ProcessGroup | None:
     Two threads on one group would mix up their collectives. The first call is collective.
     """
     return _gloo_group(default_group(), _background_groups) if is_distributed() else None
+
+
+def copy_group() -> dist.ProcessGroup | None:
+    """Return a gloo group over all ranks for the thread that copies to memory; None in a single process.
+
+    It is not that of background saves, which may take much longer. The first call is collective.
+    """
+    return _gloo_group(default_group(), _copy_groups) if is_distributed() else None
 
 
 def engine_group() -> dist.ProcessGroup | None:

@@ -64,6 +64,17 @@ class CommonOptions:
         "which must have space for it. Errors are raised at a later step, or at the end.",
         types=(bool,),
     )
+    memory_checkpoint: int | None = option(
+        None,
+        help="Copy each rank's state to the memory of its host and of the next host after every so many "
+        "optimizer steps of a Trainer. Restarted processes resume from the copies. By default, none.",
+        types=(int,),
+    )
+    memory_directory: str = option(
+        "/dev/shm",
+        help="The directory of each host whose files are in memory, for memory_checkpoint.",
+        types=(str,),
+    )
     process_group_backend: str | None = option(
         None,
         help="Backend of torch.distributed ('nccl', 'gloo', ...); by default the device's own.",
@@ -116,10 +127,20 @@ class CommonOptions:
             raise OptionError(
                 f"timeout={self.timeout!r} is not a positive number of seconds.", remedy="Pass, say, 1800."
             )
+        check_interval(self.memory_checkpoint)
         if self.check_every is not None and self.check_every < 0:
             raise OptionError(
                 f"check_every={self.check_every!r} is not a number of steps.", remedy="Pass, say, 100."
             )
+
+
+def check_interval(memory_checkpoint: int | None) -> None:
+    """Refuse an interval of copies in memory that is not a positive number of steps, or None."""
+    if memory_checkpoint is None or (type(memory_checkpoint) is int and memory_checkpoint > 0):
+        return
+    raise OptionError(
+        f"memory_checkpoint={memory_checkpoint!r} is not a positive number of steps.", remedy="Pass, say, 5."
+    )
 
 
 def check_options(options: Any) -> None:

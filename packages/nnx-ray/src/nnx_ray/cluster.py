@@ -166,13 +166,19 @@ class WorkerGroup:
             self.end()
             raise
 
-    def environments(self) -> list[dict[str, str]]:
-        """Return each worker's environment variables."""
+    def environments(self, run: str) -> list[dict[str, str]]:
+        """Return each worker's environment variables.
+
+        Args:
+            run: A name of the run, the same for all attempts.
+        """
         port = ray.get(self.workers[0].free_port.remote(), timeout=self.options.start_timeout)
         common = {name: text for name, text in os.environ.items() if name.startswith(("NNX_", "PL_"))}
         address, found = self.infos[0].address, []
         for rank in range(len(self.workers)):
-            mine = variables(rank, nodes=self.nodes, devices=self.devices, address=address, port=port)
+            mine = variables(
+                rank, nodes=self.nodes, devices=self.devices, address=address, port=port, run=run
+            )
             first = rank // self.devices * self.devices
             gpus = [gpu for info in self.infos[first : first + self.devices] for gpu in info.gpus]
             if gpus:  # each worker sees all GPUs of its node, as under torchrun

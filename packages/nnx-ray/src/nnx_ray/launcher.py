@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,10 +56,10 @@ class RayLauncher(Launcher):
         """
         pickled = _pickled(job.work)
         self._connect(job.nodes, job.devices, job.device_type)
-        events = _new_event_log()
+        events, run = _new_event_log(), _new_name()
         for failures in range(self.options.max_failures + 1):
             try:
-                return self._attempt(job, pickled, events, again=failures > 0)
+                return self._attempt(job, pickled, events, run, again=failures > 0)
             except _LostError as lost:
                 left = self.options.max_failures - failures
                 if not left:
@@ -69,7 +70,7 @@ class RayLauncher(Launcher):
                 log.warning("ray: %s Restarting (%d more failures allowed)", lost, left - 1)
         raise AssertionError("the last attempt returns or raises")
 
-    def _attempt(self, job: Job, pickled: bytes, events: Any, *, again: bool) -> Any:
+    def _attempt(self, job: Job, pickled: bytes, events: Any, run: str, *, again: bool) -> Any:
         """Start all processes once.
 
         A loss during a restart counts as a failure like a later loss, and may be followed by another restart.
@@ -86,7 +87,7 @@ class RayLauncher(Launcher):
         try:
             log.info("ray: %s", group)
             resume_from = self._resume_from(group, events) if again else None
-            return _work(group, ray.put(pickled), resume_from, events)
+            return _work(group, ray.put(pickled), resume_from, events, run)
         except RayError as error:
             raise _LostError(f"a process was lost at its start: {_first_line(error)}") from error
         finally:
@@ -106,7 +107,7 @@ class RayLauncher(Launcher):
         self._connect(nodes, devices, "cpu")
         group = WorkerGroup(self.options, nodes=nodes, devices=devices, device_type="cpu", packages=())
         try:
-            pairs = zip(group.workers, group.environments(), strict=True)
+            pairs = zip(group.workers, group.environments(_new_name()), strict=True)
             folder = str(Path.cwd())
             ranks = {
                 worker.command.remote(list(command), mine, folder): rank
@@ -142,10 +143,10 @@ class RayLauncher(Launcher):
         return found[0]
 
 
-def _work(group: WorkerGroup, pickled: Any, resume_from: str | None, events: Any) -> Any:
+def _work(group: WorkerGroup, pickled: Any, resume_from: str | None, events: Any, run: str) -> Any:
     """Run every worker, and return rank zero's result."""
     folder, ranks = str(Path.cwd()), {}
-    for rank, (worker, mine) in enumerate(zip(group.workers, group.environments(), strict=True)):
+    for rank, (worker, mine) in enumerate(zip(group.workers, group.environments(run), strict=True)):
         report = _Reporter(events, rank)
         ranks[worker.work.remote(pickled, mine, folder, report, resume_from)] = rank
     log.debug("sent")
@@ -226,6 +227,11 @@ class _Reporter:
 
     def __call__(self, kind: str, text: str) -> None:
         ray.get(self.events.report.remote(self.rank, kind, text))
+
+
+def _new_name() -> str:
+    """Return a name for a run, which its restarts keep."""
+    return f"ray-{secrets.token_hex(8)}"
 
 
 def _new_event_log() -> Any:

@@ -13,7 +13,7 @@ import struct
 import zipfile
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -90,6 +90,16 @@ def verify(
                 return found
 
 
+def verify_files(source: Source, names: Iterable[str]) -> list[Damage]:
+    """Read every byte of some files of a save and compare it with its checksums.
+
+    Args:
+        source: The save; its index and the headers of the files must be there.
+        names: The files.
+    """
+    return _Verification(source, lambda done, total: None).check(set(names))
+
+
 class _Verification:
     """One verification of all files."""
 
@@ -106,11 +116,16 @@ class _Verification:
         for name, error in broken.items():
             self._report(name, 0, files[name].size, error.message)
             self._advance(files[name].size)
-        whole = {name for name, entry in files.items() if name not in broken and self._is_whole(name, entry)}
         self._check_copy()
+        return self.check(files.keys() - broken.keys())
+
+    def check(self, names: Set[str]) -> list[Damage]:
+        """Check files that are there and have the right length."""
+        files = {name: entry for name, entry in self.source.manifest.files.items() if name in names}
+        whole = {name for name, entry in files.items() if self._is_whole(name, entry)}
         index = self._index()
         for name, entry in files.items():
-            if entry.digested < entry.size and name not in broken:
+            if entry.digested < entry.size:
                 self._check_blocks(name, entry, index, whole)
         return self.found
 

@@ -21,7 +21,7 @@ from nnx_checkpoint.format.manifest import MANIFEST
 from nnx_checkpoint.format.source import read_manifest
 from nnx_checkpoint.reading.survey import PARTIAL, files_below, survey
 from nnx_checkpoint.storage import Location, Place
-from nnx_checkpoint.writing.transaction import _remove, candidates
+from nnx_checkpoint.writing.transaction import candidates, remove
 
 _HOUR = 3600.0
 
@@ -161,7 +161,7 @@ class _Collecting:
     def _discard(self, place: Place, kind: str) -> None:
         nbytes = sum(files_below(place).values())
         if not self._dry_run:
-            _remove(place)
+            remove(place)
         self.collected.removed.append(Garbage(str(place), kind, nbytes))
 
 

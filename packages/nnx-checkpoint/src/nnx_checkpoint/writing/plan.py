@@ -325,6 +325,15 @@ class Plan:
             for catalogs, own in zip(self._catalogs, boxes, strict=True)
         ]
 
+    def nbytes(self) -> list[int]:
+        """Return the bytes of tensor data that each rank stores."""
+        found = [0] * len(self._catalogs)
+        for group, members in self._groups:
+            for nbytes, ranks in zip(group.nbytes, group.owners, strict=True):
+                for rank in ranks:
+                    found[rank] += nbytes * len(members)
+        return found
+
     def index(self) -> Index:
         """Return the index of the save."""
         ranks = sorted({rank for group, _ in self._groups for held in group.owners for rank in held})

@@ -105,7 +105,7 @@ class Transaction:
     """
 
     def __init__(self, path: Place, lock: Lock | None, previous: bytes | None, *, is_first: bool) -> None:
-        self.save_id = _new_id(path)
+        self.save_id = new_id(path)
         self.directory = path / self.save_id
         self._path = path
         self._lock = lock
@@ -134,16 +134,11 @@ class Transaction:
         Raises:
             CheckpointError: The index or the provenance cannot be written, or `commit` failed.
         """
-        raw = encode_index(index)
-        (self.directory / INDEX).write(raw)
-        manifest = Manifest(
-            save_id=self.save_id,
-            created=now().isoformat(timespec="microseconds"),
-            files={**files, INDEX: FileEntry(len(raw), digest(raw), len(raw))},
-            writer=writer,
-            provenance=provenance,
+        where = str(self.directory / INDEX)
+        raw, manifest = describe_save(
+            self.save_id, index, files, writer=writer, provenance=provenance, where=where
         )
-        decode_index(raw, manifest, source=str(self.directory / INDEX))  # never commit an unreadable index
+        (self.directory / INDEX).write(raw)
         self.commit(manifest, keep_previous=keep_previous)
 
     def commit(self, manifest: Manifest, *, keep_previous: int) -> None:
@@ -197,7 +192,7 @@ class Transaction:
         if outcome not in (_NEW, _UNKNOWN):
             for left in (self._path / f".{MANIFEST}.{self.save_id}.tmp", self.directory):
                 with contextlib.suppress(CheckpointError):
-                    _remove(left)
+                    remove(left)
         self.release()
         self._path.remove_if_empty()  # a directory that this save did not create is not empty
         return outcome
@@ -219,12 +214,46 @@ class Transaction:
             self._lock.release()
 
 
+def describe_save(
+    save_id: str,
+    index: Index,
+    files: Mapping[str, FileEntry],
+    *,
+    writer: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    where: str,
+) -> tuple[bytes, Manifest]:
+    """Return the index as bytes, and the manifest of a save that is about to be committed.
+
+    Args:
+        save_id: The id of the save.
+        index: The tensors that were written.
+        files: All files of the save except the index and the manifest.
+        writer: The world size, and versions of libraries.
+        provenance: Plain JSON about the origin of the checkpoint.
+        where: The path of the index, for messages.
+
+    Raises:
+        CheckpointError: The index is not readable, so that the save must not be committed.
+    """
+    raw = encode_index(index)
+    manifest = Manifest(
+        save_id=save_id,
+        created=now().isoformat(timespec="microseconds"),
+        files={**files, INDEX: FileEntry(len(raw), digest(raw), len(raw))},
+        writer=writer,
+        provenance=provenance,
+    )
+    decode_index(raw, manifest, source=where)
+    return raw, manifest
+
+
 _PREVIOUS = "The previous checkpoint at this path is intact."
 _NEW = "The new checkpoint is committed and intact, but a crash of the machine may restore the previous one."
 _UNKNOWN = "Either the new or the previous checkpoint is at this path, intact."
 
 
-def _new_id(path: Place) -> str:
+def new_id(path: Place) -> str:
     """Return an id that sorts after those of all existing saves, even if the clock was set back."""
     stamp = now().replace(tzinfo=None)
     newest = max((name for name in path.names() if is_save_id(name)), default="")
@@ -263,7 +292,7 @@ def _collect(path: Place, save_id: str, *, keep_previous: int, until: str | None
     """
     for name, kind in candidates(path, save_id, keep_previous):
         if kind != "link" and (until is None or name.removeprefix(f".{MANIFEST}.") <= until):
-            _remove(path / name)
+            remove(path / name)
 
 
 def candidates(place: Place, committed: str, keep_previous: int | None) -> Iterator[tuple[str, str]]:
@@ -298,7 +327,8 @@ def _is_temporary(name: str) -> bool:
     return name.startswith(f".{MANIFEST}.") and name.endswith(".tmp")
 
 
-def _remove(place: Place) -> None:
+def remove(place: Place) -> None:
+    """Remove a save, or another file of a checkpoint."""
     # Remove the manifest's copy first: a kill in between must not leave a save that looks complete.
     if is_save_id(place.name):
         (place / MANIFEST).remove()

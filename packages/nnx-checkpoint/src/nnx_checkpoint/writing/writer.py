@@ -18,7 +18,7 @@ import json
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from nnx_checkpoint.writing.transaction import Transaction, begin
 __all__ = ["Files", "save", "write_objects", "writer_info"]
 
 Files = dict[str, FileEntry]
+R = TypeVar("R")
 
 
 def save(request: SaveRequest) -> None:
@@ -143,22 +144,7 @@ class Save:
             CheckpointError: A rank could not describe or write its shards (on every rank).
         """
         try:
-            descriptions = gather_descriptions(self.group, self._describe, doing=self.doing)
-            rank_plan = exchange(
-                self.group,
-                lambda: None,
-                lambda _: self._plan(descriptions()),
-                doing=self.doing,
-                give_up=self._give_up,
-            )
-            broadcast = share(self.group, self.plan.broadcast if self.plan else None, doing=self.doing)
-            exchange(
-                self.group,
-                lambda: self._write(rank_plan, broadcast),
-                self._commit,
-                doing=self.doing,
-                give_up=self._give_up,
-            )
+            self._in_rounds(self._commit)
         except Exception:
             raise
         except BaseException:  # Ctrl-C, for example: `exchange` handles only `Exception`
@@ -168,6 +154,29 @@ class Save:
         finally:
             if self.transaction is not None:
                 self.transaction.release()
+
+    def _in_rounds(self, decide: Callable[[list[Files]], list[R]]) -> R:
+        """Describe, plan and write; return the coordinator's answer to the written files."""
+        descriptions = gather_descriptions(self.group, self._describe, doing=self.doing)
+        rank_plan = exchange(
+            self.group,
+            self._room,
+            lambda rooms: self._plan(descriptions(), rooms),
+            doing=self.doing,
+            give_up=self._give_up,
+        )
+        broadcast = share(self.group, self.plan.broadcast if self.plan else None, doing=self.doing)
+        return exchange(
+            self.group,
+            lambda: self._write(rank_plan, broadcast),
+            decide,
+            doing=self.doing,
+            give_up=self._give_up,
+        )
+
+    def _room(self) -> int | None:
+        """Return the bytes that this rank's place has for a save; None if only writing tells."""
+        return None
 
     def _describe(self) -> list[Description]:
         """Describe shared tensors apart from this rank's own, so that many ranks send one digest."""
@@ -186,7 +195,7 @@ class Save:
         assert self._captured is not None
         return self._captured
 
-    def _plan(self, descriptions: list[list[Description]]) -> list[RankPlan]:
+    def _plan(self, descriptions: list[list[Description]], rooms: list[int | None]) -> list[RankPlan]:
         self.plan = make_plan(descriptions, self.request.state_dict_type)
         self.transaction = begin(self.path)
         return self.plan.rank_plans(self.transaction.save_id)

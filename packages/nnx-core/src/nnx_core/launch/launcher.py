@@ -238,12 +238,16 @@ class TorchrunOptions(LauncherOptions):
     master_addr: str = option("", help="The address of the first node.", types=(str,))
     master_port: int = option(29500, help="A free port there.", types=(int,))
     max_restarts: int = option(0, help="How many times torchrun restarts all processes.", types=(int,))
+    rdzv_id: str = option(
+        "", help="A name for the run, the same on all nodes; needed for restarts on several.", types=(str,)
+    )
 
 
 class Torchrun(Launcher):
     """Starts a script on this node by torchrun; run it on each node."""
 
     Options = TorchrunOptions
+    options: TorchrunOptions
 
     def run(self, job: Job) -> Any:
         """Raise, because torchrun starts scripts."""
@@ -251,7 +255,10 @@ class Torchrun(Launcher):
 
     def run_script(self, command: Sequence[str], *, nodes: int, devices: int) -> int:
         """Run torchrun."""
-        return subprocess.run(self._words(command, nodes, devices), check=False).returncode
+        # With one store for all starts, new processes read addresses of dead ones (pytorch #135712).
+        own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.options.max_restarts else {}
+        words = self._words(command, nodes, devices)
+        return subprocess.run(words, check=False, env={**os.environ, **own_store}).returncode
 
     def describe(self, command: Sequence[str], *, nodes: int, devices: int) -> str:
         """Return the command line of torchrun."""
@@ -269,7 +276,11 @@ class Torchrun(Launcher):
             f"--nproc-per-node={devices}",
             f"--max-restarts={given['max_restarts']}",
         ]
-        if nodes > 1:
+        if given["rdzv_id"]:
+            words.append(f"--rdzv-id={given['rdzv_id']}")
+        if nodes > 1 and given["max_restarts"]:
+            words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={given['master_addr']}:{given['master_port']}"]
+        elif nodes > 1:
             names = ("node_rank", "master_addr", "master_port")
             words += [f"--{name.replace('_', '-')}={given[name]}" for name in names]
         else:

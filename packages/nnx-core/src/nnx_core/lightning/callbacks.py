@@ -18,12 +18,19 @@ from torch.optim import Optimizer
 
 from nnx_base.ranks import control_group, gather_object
 from nnx_checkpoint.format.inflight import current, settle_quietly
-from nnx_checkpoint.reading.naming import RANKS
+from nnx_checkpoint.reading.naming import RANKS, Saved
 from nnx_checkpoint.writing.background import poll
+from nnx_checkpoint.writing.request import SaveRequest
 from nnx_core.agree.divergence import DivergenceCheck
 from nnx_core.backend import Backend, NoOptions, Sample
 from nnx_core.errors import OptionError
-from nnx_core.lightning.checkpoint import CheckpointIO, exists, innermost_checkpoint_io
+from nnx_core.lightning.checkpoint import (
+    CheckpointIO,
+    collect_unsharded,
+    exists,
+    innermost_checkpoint_io,
+)
+from nnx_core.lightning.memory import attach, request_of
 from nnx_core.lightning.namespaces import trainer_tree
 from nnx_core.lightning.processes import ParallelProcesses
 from nnx_core.lightning.resume.resume import ExactResume
@@ -65,8 +72,19 @@ class ResumeCallback:
         strategy = trainer.strategy
         io = innermost_checkpoint_io(strategy.checkpoint_io)
         self._resume, self._has_compared = None, False
-        if stage != "fit" or io is None or isinstance(strategy, ParallelProcesses):
+        if stage != "fit" or io is None:
             return
+        every, ours = io.memory_checkpoint, isinstance(strategy, ParallelProcesses)
+        if ours and every is not None:
+            raise OptionError(
+                f"memory_checkpoint={every} is an option of {type(strategy).__name__} itself.",
+                remedy=f"Pass it there: nnx.strategy({strategy.name!r}, memory_checkpoint={every}).",
+            )
+        if ours:
+            return
+        if every is not None:
+            request = partial(_request_copy, trainer, io)
+            attach(trainer, self.root, every, io.memory_directory, request)
         self._resume = ExactResume(resume_data=io.resume_data, strict_rng=io.strict_rng)
         strategy.process_dataloader = partial(_process, self._resume, trainer, strategy.process_dataloader)
         strategy.on_train_start = partial(self._resume.start, trainer)
@@ -102,6 +120,13 @@ class ResumeCallback:
         """Tear down after an error, because Lightning does not call `teardown`."""
         if self._resume is not None:
             self.teardown(trainer, pl_module, "fit")
+
+
+def _request_copy(trainer: Any, io: CheckpointIO, checkpoint: dict[str, Any], path: str) -> SaveRequest:
+    """Return this rank's part of a copy in memory: rank zero has all of it, as on disk."""
+    saved = collect_unsharded(checkpoint) if trainer.is_global_zero else Saved()
+    step, strategy = trainer.global_step, type(trainer.strategy).__name__
+    return request_of(saved, path, step=step, strategy=strategy, opaque=io.opaque_objects)
 
 
 def _process(resume: ExactResume, trainer: Any, process: Any, loader: Any) -> Any:

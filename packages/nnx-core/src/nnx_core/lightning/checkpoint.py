@@ -39,7 +39,7 @@ from nnx_checkpoint.writing.background import release, save_async
 from nnx_checkpoint.writing.request import SaveRequest
 from nnx_checkpoint.writing.writer import save
 from nnx_core.errors import CheckpointError
-from nnx_core.options import StateDictType, check_choice
+from nnx_core.options import StateDictType, check_choice, check_interval
 
 _instances: weakref.WeakSet[CheckpointIO] = weakref.WeakSet()
 
@@ -64,6 +64,9 @@ class CheckpointIO:
             strategies.
         async_save: Save in the background. During a run of Trainer, a later step or the end of the run raises
             its errors, and removed checkpoints stay until the next one is on disk. After the run saves wait.
+        memory_checkpoint: Copy the state to the memory of two hosts after every so many optimizer steps,
+            under Lightning's own strategies. Strategies of nnx have an option of this name.
+        memory_directory: The directory of each host whose files are in memory.
 
     Example:
         ``Trainer(strategy="ddp", plugins=[nnx.CheckpointIO()])``
@@ -77,6 +80,8 @@ class CheckpointIO:
         resume_data: Literal["skip", "restart"] = "skip",
         strict_rng: bool = False,
         async_save: bool = False,
+        memory_checkpoint: int | None = None,
+        memory_directory: str = "/dev/shm",
     ) -> None:
         self.state_dict_type: StateDictType = state_dict_type
         self.opaque_objects: Literal["error", "pickle"] = opaque_objects
@@ -84,6 +89,8 @@ class CheckpointIO:
         self.resume_data: Literal["skip", "restart"] = resume_data
         self.strict_rng = strict_rng
         self.async_save = async_save
+        check_interval(memory_checkpoint)
+        self.memory_checkpoint, self.memory_directory = memory_checkpoint, memory_directory
         self._run_has_ended = False
         self._join_lightning()
         _instances.add(self)
@@ -107,11 +114,7 @@ class CheckpointIO:
             CheckpointError: An optimizer's parameters have no names, or writing failed.
         """
         refuse_storage_options(storage_options)
-        rest = dict(checkpoint)
-        model = rest.pop("state_dict", None)
-        states = rest.pop("optimizer_states", None)
-        named = None if states is None else [_named(state, i) for i, state in enumerate(states)]
-        self._save(collect(model, named, rest), path, provenance={}, collective=False)
+        self._save(collect_unsharded(checkpoint), path, provenance={}, collective=False)
 
     def load_checkpoint(
         self,
@@ -210,6 +213,19 @@ class CheckpointIO:
             save_async(request)
         else:
             save(with_states(request))
+
+
+def collect_unsharded(checkpoint: Mapping[str, Any]) -> Saved:
+    """Collect Lightning's dict with unsharded tensors, as its own strategies pass it.
+
+    Raises:
+        CheckpointError: An optimizer's parameters have no names.
+    """
+    rest = dict(checkpoint)
+    model = rest.pop("state_dict", None)
+    states = rest.pop("optimizer_states", None)
+    named = None if states is None else [_named(state, i) for i, state in enumerate(states)]
+    return collect(model, named, rest)
 
 
 def settle_together() -> None:

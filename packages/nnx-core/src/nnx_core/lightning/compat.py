@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial, wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -128,6 +128,35 @@ def is_wrapping_checkpoint_io(root: str, checkpoint_io: Any) -> bool:
     """
     wrapper = importlib.import_module(f"{root}.plugins.io.wrapper")
     return isinstance(checkpoint_io, wrapper._WrappingCheckpointIO)
+
+
+def dump_checkpoint(trainer: Any) -> dict[str, Any]:
+    """Return the dict that ``trainer.save_checkpoint`` passes to the strategy.
+
+    Upstream: ``trainer._checkpoint_connector.dump_checkpoint``.
+    """
+    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return checkpoint
+
+
+def choose_checkpoint(trainer: Any, choose: Callable[[Any], Any]) -> None:
+    """Replace the path that a Trainer's next restore opens.
+
+    Args:
+        trainer: The Trainer, whose strategy has joined the process group.
+        choose: Function from the given path, which may be None, to the path to resume from.
+
+    Upstream: ``trainer._checkpoint_connector.resume_start``, which each run calls once, also without a path.
+    """
+    connector = trainer._checkpoint_connector
+    connector.__dict__.pop("resume_start", None)
+    restore = connector.resume_start
+
+    def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> Any:
+        connector.__dict__.pop("resume_start", None)
+        return restore(choose(checkpoint_path), *args, **kwargs)
+
+    connector.resume_start = resume_start
 
 
 def reset_seed(root: str) -> None:

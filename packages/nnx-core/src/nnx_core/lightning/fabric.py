@@ -24,7 +24,7 @@ from nnx_checkpoint.reading.state import parameter_names, repoint_optimizer
 from nnx_checkpoint.writing.background import poll
 from nnx_core._torch_compat import complete_optimizer
 from nnx_core.backend import Backend
-from nnx_core.errors import CheckpointError, UnsupportedError
+from nnx_core.errors import CheckpointError, OptionError, UnsupportedError
 from nnx_core.lightning.processes import ParallelProcesses
 from nnx_core.lightning.routing import (
     EngineModule,
@@ -81,6 +81,11 @@ class FabricAdapter(ParallelProcesses):
         self._owners: dict[Optimizer, nn.Module] = {}
         self._sync_control = _SyncControl()
         super().__init__(backend, **kwargs)
+        if self.common.memory_checkpoint is not None:
+            raise OptionError(
+                f"memory_checkpoint={self.common.memory_checkpoint} needs a Trainer, whose state nnx knows.",
+                remedy="Leave it out under Fabric, and save with async_save=True.",
+            )
 
     @property
     def _backward_sync_control(self) -> _SyncControl:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nnx_core.errors import OptionError
 from nnx_core.launch.launcher import Launcher, make_launcher
+from nnx_core.lightning.checkpoint import CheckpointIO
 from nnx_core.lightning.namespaces import NAMESPACES, Namespace, get_namespace
 from nnx_core.lightning.registration import build, explain_missing
 from nnx_core.names.discovery import inventory
@@ -83,10 +84,25 @@ def _build(name: str, space: Namespace, overrides: dict[str, Any]) -> Strategy:
     registry = module.STRATEGY_REGISTRY if space.is_fabric else module.StrategyRegistry
     if name not in StrategyRegistry and name in registry:
         data = registry[name]
-        return data["strategy"](**{**data["init_params"], **overrides})  # type: ignore[no-any-return]
+        options = {**data["init_params"], **_with_copies(overrides, space)}
+        return data["strategy"](**options)  # type: ignore[no-any-return]
     if name not in StrategyRegistry:
         raise explain_missing(name, registry)
     return build(StrategyRegistry.get(name), namespace=space.name, overrides=overrides)  # type: ignore[no-any-return]
+
+
+def _with_copies(overrides: dict[str, Any], space: Namespace) -> dict[str, Any]:
+    """Replace the options of copies in memory, for Lightning's own strategies, by an IO that has them."""
+    rest = dict(overrides)
+    wanted = {name: rest.pop(name) for name in ("memory_checkpoint", "memory_directory") if name in rest}
+    if not wanted:
+        return rest
+    if space.is_fabric or rest.get("checkpoint_io") is not None:
+        raise OptionError(
+            f"{next(iter(wanted))} needs a Trainer, whose checkpoints nnx writes.",
+            remedy="Pass the option to your own nnx.CheckpointIO, or leave `checkpoint_io` out.",
+        )
+    return {**rest, "checkpoint_io": CheckpointIO(**wanted)}
 
 
 def _launched(

@@ -27,6 +27,7 @@ from nnx_core.lightning.compat import (
     set_cluster_environment,
     set_world_ranks,
 )
+from nnx_core.lightning.memory import close_finished
 from nnx_core.lightning.processes import ParallelProcesses
 from nnx_core.view.modules import allocate_again, leave_on_meta
 
@@ -220,6 +221,7 @@ class LightningRun(Work):
         bound = signature(self.function).bind_partial()
         bound.arguments.update(self.arguments)
         result = handle_interrupt(self.root, trainer, function, *bound.args, **bound.kwargs)
+        close_finished()  # a launcher may kill this process next
         return self._outcome(result) if rank == 0 else None
 
     def parts(self) -> Iterable[tuple[str, Any]]:

@@ -13,18 +13,28 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed import all_reduce
 from torch.optim import Optimizer
 
 import nnx_checkpoint as storage
 from nnx_base.dtypes import as_bytes
-from nnx_base.ranks import all_gather_object, control_group, gather_object, rank_and_size, together
+from nnx_base.ranks import (
+    all_gather_object,
+    control_group,
+    gather_object,
+    is_distributed,
+    rank_and_size,
+    together,
+)
 from nnx_base.shard import Shard
 from nnx_checkpoint.reading.loading import load_model
 from nnx_checkpoint.reading.naming import (
     RANKS,
     LazyStateDict,
+    Saved,
     StoredRanks,
     collect,
     numbered_optimizer_state,
@@ -76,16 +86,13 @@ def save_lightning_checkpoint(
         own: The state of this rank alone, such as its random state; on all ranks or none.
     """
     io = strategy.checkpoint_io
+    if isinstance(io, CheckpointIO):
+        refuse_storage_options(storage_options)
+        io.save_sharded(collect_shards(checkpoint, own), path, provenance=_provenance(strategy))
+        return
     checkpoint, entries = split_rank_entries(checkpoint)
     if own is not None and entries:
         own = {**own, _ENTRIES: entries}
-    if isinstance(io, CheckpointIO):
-        refuse_storage_options(storage_options)
-        rest = dict(checkpoint)
-        saved = collect(rest.pop("state_dict", None), rest.pop("optimizer_states", None), rest)
-        saved.rank_objects = own
-        io.save_sharded(saved, path, provenance=_provenance(strategy))
-        return
     full = _gather_tree(checkpoint, {})
     if own is not None:
         full[RANKS] = gather_object(own, control_group())
@@ -96,6 +103,19 @@ def save_lightning_checkpoint(
                 named = innermost_checkpoint_io(io) is not None
                 full["optimizer_states"] = [numbered_optimizer_state(s, keep_names=named) for s in states]
             io.save_checkpoint(full, path, storage_options=storage_options)
+
+
+def collect_shards(checkpoint: Mapping[str, Any], own: dict[str, Any] | None) -> Saved:
+    """Collect this rank's shards of Lightning's dict, and the state of this rank alone. Collective.
+
+    Args:
+        checkpoint: Lightning's dict.
+        own: See `save_lightning_checkpoint`.
+    """
+    rest, entries = split_rank_entries(checkpoint)
+    saved = collect(rest.pop("state_dict", None), rest.pop("optimizer_states", None), rest)
+    saved.rank_objects = {**own, _ENTRIES: entries} if own is not None and entries else own
+    return saved
 
 
 _ENTRIES = "entries"
@@ -118,12 +138,25 @@ def split_rank_entries(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], d
         for name, value in (model.items() if isinstance(model, Mapping) else ())
         if (value.is_copy and value.is_whole if isinstance(value, Shard) else not is_extra_state(name))
     }
-    ranks = all_gather_object({name: _digest(value) for name, value in found.items()}, control_group())
+    digests = {name: _digest(value) for name, value in found.items()}
+    if _is_equal_everywhere(digests):
+        return kept, {}
+    ranks = all_gather_object(digests, control_group())
     own = {name: value for name, value in found.items() if len({r.get(name) for r in ranks}) > 1}
     if own and rank_and_size(control_group())[0] != 0:
         empty = {name: replace(v, boxes=(), data=()) for name, v in model.items() if isinstance(v, Shard)}
         kept["state_dict"] = {name: empty.get(name, v) if name in own else v for name, v in model.items()}
     return kept, own
+
+
+def _is_equal_everywhere(digests: Mapping[str, str]) -> bool:
+    """Return True if all ranks have the same digests: one small message, where a gather takes two."""
+    if not is_distributed():
+        return True
+    number = int(hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:14], 16)
+    extremes = torch.tensor([number, -number], device="cpu")
+    all_reduce(extremes, op=dist.ReduceOp.MAX, group=control_group())
+    return bool(extremes.sum() == 0)
 
 
 def _digest(value: Any) -> str:

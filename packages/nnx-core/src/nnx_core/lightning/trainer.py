@@ -25,6 +25,7 @@ from nnx_base.ranks import all_arrive, control_group, together
 from nnx_checkpoint.format.inflight import settle_quietly, take_error
 from nnx_checkpoint.reading.state import OptimizerState, parameter_names, repoint_optimizer
 from nnx_checkpoint.writing.background import poll
+from nnx_checkpoint.writing.request import SaveRequest
 from nnx_core._torch_compat import complete_optimizer
 from nnx_core.agree.collective_order import CollectiveOrder, end_run, report_failure
 from nnx_core.agree.direct_calls import stop_warning
@@ -40,6 +41,7 @@ from nnx_core.lightning.compat import (
     is_wrapping_checkpoint_io,
     make_optimizers,
 )
+from nnx_core.lightning.memory import attach, request_of
 from nnx_core.lightning.prediction import EvenPrediction, _renamed
 from nnx_core.lightning.processes import ParallelProcesses
 from nnx_core.lightning.resume.resume import ExactResume
@@ -54,6 +56,7 @@ from nnx_core.lightning.routing import (
 )
 from nnx_core.lightning.sample import TrainerSample
 from nnx_core.lightning.strategy_checkpoint import (
+    collect_shards,
     load_lightning_checkpoint,
     module_state_dict,
     restore_model,
@@ -223,7 +226,18 @@ class TrainerAdapter(ParallelProcesses):
         """Join the process group; the callbacks are set up next. Collective."""
         super().setup_environment()
         self._phase, self._first_error = _Phase.JOINED, None
-        self._averages.prepare(self.root, self.lightning_module.trainer)
+        trainer = self.lightning_module.trainer
+        self._averages.prepare(self.root, trainer)
+        every = self.common.memory_checkpoint
+        if every is not None and trainer.state.fn == "fit":
+            attach(trainer, self.root, every, self.common.memory_directory, self._request_copy)
+
+    def _request_copy(self, checkpoint: dict[str, Any], path: str) -> SaveRequest:
+        """Return this rank's part of a copy in memory. Collective."""
+        trainer = self.lightning_module.trainer
+        saved = collect_shards(checkpoint, self._exact_resume.state(trainer))
+        step, opaque = trainer.global_step, self.common.opaque_objects
+        return request_of(saved, path, step=step, strategy=self.name, opaque=opaque)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
