@@ -1,0 +1,167 @@
+"""Record one training step of a model on fake tensors, which have shapes and no memory.
+
+`Recorder` sees every operator, and notes each storage that it makes, reads or frees. `nnx_core._torch_compat`
+has the private names of torch that it needs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from nnx_core._torch_compat import TorchDispatchMode, tree_leaves
+from nnx_core.plan.trace import Event, Kind
+
+__all__ = ["Recorder", "bytes_of"]
+
+
+class Recorder(TorchDispatchMode):
+    """Records the tensors of a step, in the order in which they are made and freed.
+
+    Args:
+        root: The model.
+
+    Attributes:
+        events: The events so far.
+        current: The bytes of all storages that were made and not freed.
+        peak: The largest value of `current` so far.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.current = self.peak = 0
+        self._numbers: dict[int, tuple[int, int]] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._names = {module: name for name, module in root.named_modules()}
+        self._parameters = list(root.named_parameters())
+        self._named = {_key(parameter): name for name, parameter in self._parameters}
+        self._known = {*self._named, *(_key(buffer) for buffer in root.buffers())}
+        self._count = 0
+
+    def ignore(self, value: Any) -> None:
+        """Take the tensors of a value for known: they were there before the step."""
+        self._known |= {_key(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
+
+    def phase(self, name: str) -> None:
+        """Begin a phase of the step."""
+        self.events.append(Event(Kind.PHASE, name))
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Context manager around the recorded step."""
+        with ExitStack() as stack:
+            for name, parameter in self._parameters:
+                if parameter.requires_grad:
+                    hook = parameter.register_post_accumulate_grad_hook(partial(self._gradient, name))
+                    stack.callback(hook.remove)
+            before = register_module_forward_pre_hook(self._enter)
+            after = register_module_forward_hook(self._leave, with_kwargs=True)
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+            stack.enter_context(saved_tensors_hooks(self._save, _restore))
+            stack.enter_context(self)
+            yield
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator and note its tensors."""
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and (name := self._named.get(_key(leaf))) is not None:
+                self.events.append(Event(Kind.USE, name))
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._note(leaf)
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or key in self._numbers:
+            return
+        number, nbytes = self._count, storage.nbytes()
+        self._count += 1
+        self._numbers[key] = number, nbytes
+        self._alive[key] = weakref.ref(storage, partial(self._freed, key))
+        self.current += nbytes
+        self.peak = max(self.peak, self.current)
+        self.events.append(Event(Kind.MAKE, "", number, nbytes))
+
+    def _freed(self, key: int, _: Any) -> None:
+        number, nbytes = self._numbers.pop(key)
+        del self._alive[key]
+        self.current -= nbytes
+        self.events.append(Event(Kind.FREE, "", number, nbytes))
+
+    def _gradient(self, name: str, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None:
+            storage = gradient if not gradient.is_sparse else gradient._values()
+            number, nbytes = self._numbers.get(_key(storage), (-1, 0))
+            self.events.append(Event(Kind.GRADIENT, name, number, nbytes))
+
+    def _save(self, tensor: Tensor) -> Any:
+        name = self._named.get(_key(tensor))
+        if name is None:
+            return tensor
+        token = _Saved(tensor)
+        weakref.finalize(token, self.events.append, Event(Kind.UNSAVE, name))
+        self.events.append(Event(Kind.SAVE, name))
+        return token
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        name = self._names.get(module)
+        if name is not None:
+            self.events.append(Event(Kind.ENTER, name))
+            self._on_gradient(args, Event(Kind.LEAVE_BACKWARD, name))
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        name = self._names.get(module)
+        if name is not None:
+            self.events.append(Event(Kind.LEAVE, name))
+            self._on_gradient(output, Event(Kind.ENTER_BACKWARD, name))
+
+    def _on_gradient(self, value: Any, event: Event) -> None:
+        def append(_: Tensor) -> None:
+            if not self.events or self.events[-1] != event:
+                self.events.append(event)
+
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(append)
+
+
+class _Saved:
+    """A parameter that autograd keeps for backward."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _restore(value: Any) -> Tensor:
+    return value.tensor if isinstance(value, _Saved) else value
+
+
+def _key(tensor: Tensor) -> int:
+    if tensor.is_sparse:
+        tensor = tensor._values()
+    return tensor.untyped_storage()._cdata
+
+
+def bytes_of(value: Any) -> int:
+    """Return the bytes of all storages in a nested value, each counted once."""
+    found: dict[int, int] = {}
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found[_key(leaf)] = (leaf._values() if leaf.is_sparse else leaf).untyped_storage().nbytes()
+    return sum(found.values())
