@@ -61,12 +61,14 @@ def _spec(
     use_when: str,
     *,
     capabilities: Capabilities = _PLANNED,
+    memory: str = "",
     **init_params: object,
 ) -> StrategySpec:
     return StrategySpec(
         name=name,
         target="nnx_nnscaler.backend:NnScalerBackend",
         options="nnx_nnscaler.options:NnScalerOptions",
+        memory=memory,
         description=description,
         use_when=use_when,
         docs_url="docs/backends/nnscaler.md",
@@ -105,6 +107,7 @@ def nnx_strategies() -> list[StrategySpec]:
             "Data parallelism, bit-equal to ddp",
             "the model and its optimizer state fit every device",
             capabilities=_REPLICATED,
+            memory="nnx_nnscaler.memory:ReplicaMemory",
             policy="dp",
         ),
         _spec(
@@ -118,6 +121,7 @@ def nnx_strategies() -> list[StrategySpec]:
             "Data parallelism with all states in parts (ZeRO)",
             "the batch can be split over the ranks, but the states do not fit every device",
             capabilities=_IN_PARTS,
+            memory="nnx_nnscaler.memory:RowMemory",
             policy="zero",
         ),
         _spec(

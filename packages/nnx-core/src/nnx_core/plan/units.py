@@ -139,7 +139,6 @@ class UnitMemory(Replay):
 
     def begin_backward(self) -> None:
         self._gather_in_backward("")
-        self._gather_ahead()
 
     def enter_backward(self, name: str) -> None:
         if name and name in self.units:
