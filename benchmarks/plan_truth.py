@@ -131,7 +131,7 @@ def _block(made: tuple[int, int, tuple[tuple[str, int], ...]], end: int | None) 
 def _peaks(blocks: list[Block], marks: dict[str, int], dump: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for phase, until in zip(PHASES, ("backward", "step", "end"), strict=True):
-        of_tensors, of_all, begin = _peak(blocks, marks[phase], marks[until], dump if dump == phase else "")
+        of_tensors, of_all, begin = _peak(blocks, marks[phase], marks[until], dump if dump in (phase, "all") else "")
         result[phase] = {"tensors": of_tensors, "allocator": of_all, "begin": begin}
     return result
 
@@ -148,7 +148,7 @@ def _peak(blocks: list[Block], start: int, until: int, dump: str) -> tuple[int, 
         tensors += 0 if block.is_workspace else nbytes
         if time >= start:
             most, most_of_all = max(most, tensors), max(most_of_all, everything)
-            if dump and abs(nbytes) >= 4096 and not block.is_workspace:
+            if dump and abs(nbytes) >= 20000 and not block.is_workspace:
                 print(f"{nbytes:+d} -> {tensors}  {' > '.join(block.stack[-4:])}")
     return most, most_of_all, begin
 
@@ -157,8 +157,8 @@ def predict(model_name: str, strategy: str, world: int, precision: str) -> dict[
     """Return the predicted peak of each phase."""
     from plan_models import MODELS
 
-    from nnx_core.plan.estimate import World
-    from nnx_core.plan.planner import estimator, trace_module
+    from nnx_core.planning.estimate import World
+    from nnx_core.planning.planner import estimator, trace_module
 
     model = MODELS[model_name]
     trace = trace_module(model, lambda module: module.batch(), precision=precision, accelerator="cpu")

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from nnx_core.plan.estimate import World
-from nnx_core.plan.trace import Trace
-from nnx_core.plan.units import UnitMemory
+from nnx_core.planning.estimate import World
+from nnx_core.planning.trace import Trace
+from nnx_core.planning.units import UnitMemory
 from nnx_fsdp.units import choose_units
 
 __all__ = ["FSDPMemory", "units_of"]

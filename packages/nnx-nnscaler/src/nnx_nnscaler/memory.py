@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from nnx_core.plan.estimate import World
-from nnx_core.plan.plain import DDPMemory
-from nnx_core.plan.replay import Replay
-from nnx_core.plan.trace import Parameter, Trace
+from nnx_core.planning.estimate import World
+from nnx_core.planning.plain import DDPMemory
+from nnx_core.planning.replay import Replay
+from nnx_core.planning.trace import Parameter, Trace
 
 __all__ = ["ReplicaMemory", "RowMemory"]
 

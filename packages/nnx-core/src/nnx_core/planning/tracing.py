@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx_core._torch_compat import FakeTensorMode, tree_leaves
-from nnx_core.plan.record import Recorder, bytes_of
-from nnx_core.plan.repeat import NotRepeatableError, Run, equal_layers, repeated, shortened
-from nnx_core.plan.trace import OptimizerCost, Parameter, Trace
+from nnx_core.planning.record import Recorder, bytes_of
+from nnx_core.planning.repeat import NotRepeatableError, Run, equal_layers, repeated, shortened
+from nnx_core.planning.trace import Event, Kind, OptimizerCost, Parameter, Trace
 
-__all__ = ["Step", "fake_mode", "trace_step"]
+__all__ = ["Step", "fake_mode", "formula_trace", "reason_of", "trace_step"]
 
 
 def fake_mode() -> FakeTensorMode:
@@ -100,6 +102,41 @@ def _trace(step: Step) -> Trace:
         optimizer_name=", ".join(type(optimizer).__name__ for optimizer in optimizers),
         precision=step.precision,
     )
+
+
+def formula_trace(step: Step, reason: str) -> Trace:
+    """Return a trace of a model that cannot be traced: weights, gradients and state, no activations."""
+    module = step.module
+    for parameter in module.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    optimizers = step.optimizers()
+    cost, state = _optimizer(module, optimizers)
+    return Trace(
+        events=(Event(Kind.PHASE, "backward"),),
+        parameters={
+            name: Parameter(name, tuple(p.shape), p.element_size(), p.requires_grad, *state.get(p, (0, 0)))
+            for name, p in module.named_parameters()
+        },
+        module=module,
+        buffers=bytes_of(list(module.buffers())),
+        batch=bytes_of(step.batch),
+        batch_size=step.batch_size,
+        optimizer=cost,
+        optimizer_name=", ".join(type(optimizer).__name__ for optimizer in optimizers),
+        precision=step.precision,
+        source="formula",
+        notes=(f"the step could not be traced: {reason} Activations are not counted.",),
+    )
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error with the line of the user's code that it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    place = f" at {own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"{type(error).__name__}{place}: {first}"
 
 
 def _completed(

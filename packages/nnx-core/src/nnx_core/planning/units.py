@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nnx_core.plan.estimate import World
-from nnx_core.plan.replay import Replay
-from nnx_core.plan.trace import Parameter, Trace
+from nnx_core.planning.estimate import World
+from nnx_core.planning.replay import Replay
+from nnx_core.planning.trace import Parameter, Trace
 
 __all__ = ["UnitMemory"]
 

@@ -17,7 +17,7 @@ from itertools import groupby
 
 from torch import nn
 
-from nnx_core.plan.trace import Event, Kind
+from nnx_core.planning.trace import Event, Kind
 
 __all__ = ["NotRepeatableError", "Run", "equal_layers", "repeated", "shortened"]
 

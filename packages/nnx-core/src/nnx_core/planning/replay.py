@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nnx_core.plan.estimate import Estimate, Memory, World
-from nnx_core.plan.trace import Event, Kind, Parameter, Trace
+from nnx_core.planning.estimate import Estimate, Memory, World
+from nnx_core.planning.trace import Event, Kind, Parameter, Trace
 
 __all__ = ["Replay"]
 
@@ -31,7 +31,7 @@ class Replay:
         grouped: True if torch may step lists of this engine's tensors at once.
 
     Example:
-        >>> from nnx_core.plan.trace import Trace
+        >>> from nnx_core.planning.trace import Trace
         >>> trace = Trace(events=(), parameters={"w": Parameter("w", (8, 2), 4, state=128)})
         >>> Replay(trace, World(size=2)).run().peak
         192
@@ -55,6 +55,11 @@ class Replay:
             Kind.ENTER_BACKWARD: self.enter_backward,
             Kind.LEAVE_BACKWARD: self.leave_backward,
         }
+
+    @classmethod
+    def traced_precision(cls, precision: str) -> str:
+        """Return the precision to trace the model with, if the engine casts weights by itself."""
+        return precision
 
     # The bytes of one parameter on this rank, between steps.
 

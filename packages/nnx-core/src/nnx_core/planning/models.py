@@ -4,17 +4,41 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from nnx_core._torch_compat import FakeTensor, FakeTensorMode, tree_leaves, tree_map_only
 from nnx_core.errors import OptionError
 
-__all__ = ["fake_module", "fake_batch", "loss_of", "optimizers_of", "scaled_batch"]
+__all__ = [
+    "DTYPES",
+    "PRECISIONS",
+    "batch_size",
+    "convert",
+    "converted_batch",
+    "default_batch",
+    "fake_batch",
+    "fake_module",
+    "loss_of",
+    "optimizers_of",
+    "recomputing",
+    "scaled_batch",
+]
+
+DTYPES = {
+    "32-true": torch.float32,
+    "64-true": torch.float64,
+    "16-true": torch.float16,
+    "bf16-true": torch.bfloat16,
+}
+"""The dtype of the weights of each precision that converts them."""
+PRECISIONS = (*DTYPES, "16-mixed", "bf16-mixed")
 
 
 def fake_module(mode: FakeTensorMode, module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
@@ -39,9 +63,51 @@ def fake_module(mode: FakeTensorMode, module: nn.Module | Callable[[], nn.Module
     return made
 
 
+def convert(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the floating-point parameters and buffers of a fake module; ``module.to`` cannot."""
+    memo: dict[Tensor, Tensor] = {}
+    for submodule in module.modules():
+        for held in (submodule._parameters, submodule._buffers):
+            for name, tensor in held.items():
+                if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
+                    continue
+                if tensor not in memo:
+                    other = tensor.detach().to(dtype)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    memo[tensor] = nn.Parameter(other, tensor.requires_grad) if is_parameter else other
+                held[name] = memo[tensor]  # type: ignore[assignment]
+
+
+def converted_batch(batch: Any, dtype: torch.dtype) -> Any:
+    """Return a batch with its floating-point tensors at another dtype."""
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+
+
 def fake_batch(mode: FakeTensorMode, batch: Any) -> Any:
     """Return a batch with fake tensors in the place of real ones."""
     return tree_map_only(Tensor, lambda t: t if isinstance(t, FakeTensor) else mode.from_tensor(t), batch)
+
+
+def default_batch(module: nn.Module) -> Any:
+    """Return ``example_input_array``, or the first batch of ``train_dataloader``.
+
+    Raises:
+        OptionError: The module has neither.
+    """
+    loader = getattr(module, "train_dataloader", None)
+    example = getattr(module, "example_input_array", None)
+    if example is not None:
+        return example
+    try:
+        loaded = loader() if callable(loader) else None
+    except Exception:  # Lightning's default raises
+        loaded = None
+    if loaded is None:
+        raise OptionError(
+            f"{type(module).__name__} has neither example_input_array nor train_dataloader.",
+            remedy="Give the batch of one device: --batch 4x1024, or nnx.plan(module, batch).",
+        )
+    return next(iter(loaded))
 
 
 def batch_size(batch: Any) -> int:
@@ -123,3 +189,34 @@ def _optimizers(value: Any) -> Iterator[Optimizer]:
     elif isinstance(value, Sequence):
         for entry in value:
             yield from _optimizers(entry)
+
+
+@contextmanager
+def recomputing(module: nn.Module, is_on: bool) -> Iterator[None]:
+    """Recompute the activations of layers that repeat, within a context."""
+    layers = repeated_layers(module) if is_on else []
+    for layer in layers:
+        layer.forward = partial(  # type: ignore[method-assign]
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def repeated_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the outermost layers that stand beside others of their class in a container."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for container in module.modules():
+        if container in inside or not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            continue
+        children = list(container.children())
+        for layer in children:
+            same = sum(type(other) is type(layer) for other in children)
+            if same > 1 and next(layer.parameters(), None) is not None:
+                found.append(layer)
+                inside.update(layer.modules())
+    return found

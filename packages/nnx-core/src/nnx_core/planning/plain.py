@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nnx_core.plan.replay import Replay
-from nnx_core.plan.units import UnitMemory
-from nnx_core.plan.estimate import World
-from nnx_core.plan.trace import Trace
+from nnx_core.planning.replay import Replay
+from nnx_core.planning.units import UnitMemory
+from nnx_core.planning.estimate import World
+from nnx_core.planning.trace import Trace
 from collections.abc import Mapping
 from typing import Any
 

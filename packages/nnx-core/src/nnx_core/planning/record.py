@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from nnx_core._torch_compat import TorchDispatchMode, tree_leaves
-from nnx_core.plan.trace import Event, Kind
+from nnx_core.planning.trace import Event, Kind
 
 __all__ = ["Recorder", "bytes_of"]
 
