@@ -48,18 +48,22 @@ def measure(model_name: str, strategy: str, world: int, precision: str, dump: st
         step = 0
 
         def mark(self, name: str) -> None:
-            if self.step == 2:
-                with record_function(f"mark:{name}"):
-                    pass
+            with record_function(f"mark:{self.step}:{name}"):
+                pass
 
         def on_train_batch_start(self, *_: Any) -> None:
             self.mark("forward")
 
-        def on_before_backward(self, *_: Any) -> None:
-            self.mark("backward")
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            run = trainer.strategy.backward
 
-        def on_before_optimizer_step(self, *_: Any) -> None:
-            self.mark("step")
+            def backward(*args: Any, **kwargs: Any) -> Any:  # a hook would make engines publish gradients
+                self.mark("backward")
+                result = run(*args, **kwargs)
+                self.mark("step")
+                return result
+
+            trainer.strategy.backward = backward
 
         def on_train_batch_end(self, *_: Any) -> None:
             self.mark("end")
@@ -67,7 +71,7 @@ def measure(model_name: str, strategy: str, world: int, precision: str, dump: st
 
     class Data(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
-            for _ in range(4):
+            for _ in range(5):
                 yield batch
 
     torch.manual_seed(0)
@@ -78,7 +82,7 @@ def measure(model_name: str, strategy: str, world: int, precision: str, dump: st
             strategy=strategy,
             accelerator="cpu",
             devices=world,
-            max_steps=3,
+            max_steps=4,
             precision=precision,
             logger=False,
             enable_checkpointing=False,
@@ -112,31 +116,52 @@ def _blocks(roots: list[Any]) -> tuple[list[Block], dict[str, int]]:
     for time, pointer, nbytes, stack in sorted(found, key=lambda one: one[0]):
         before = live.pop(pointer, None)
         if before is not None:
-            blocks.append(_block(before, time if nbytes < 0 else None))
+            blocks.append(_block(before, time if nbytes < 0 else None, marks))
         if nbytes > 0:
             live[pointer] = time, nbytes, stack
-    return blocks + [_block(one, None) for one in live.values()], marks
+    return blocks + [_block(one, None, marks) for one in live.values()], marks
 
 
-def _block(made: tuple[int, int, tuple[tuple[str, int], ...]], end: int | None) -> Block:
+def _block(
+    made: tuple[int, int, tuple[tuple[str, int], ...]], end: int | None, marks: dict[str, int]
+) -> Block:
     start, nbytes, stack = made
-    sent = [until for name, until in stack if name.startswith(("c10d::", "gloo:"))]
-    if end is None:  # a thread of gloo freed it, which the profiler does not see
-        end = sent[0] if sent else 1 << 62
+    names = tuple(name for name, _ in stack)
+    if end is None:
+        end = _end_elsewhere(start, stack, marks)
     operators = [(name, until) for name, until in stack if name.startswith("aten::") and name not in _MAKES]
     is_workspace = bool(operators) and end <= operators[-1][1]
-    return Block(start, end, nbytes, is_workspace, tuple(name for name, _ in stack))
+    return Block(start, end, nbytes, is_workspace, names)
+
+
+def _end_elsewhere(start: int, stack: tuple[tuple[str, int], ...], marks: dict[str, int]) -> int:
+    """Return when a block was freed whose end the profiler has not seen.
+
+    A thread of gloo may drop the last reference to a tensor that was sent. What a collective makes ends with it.
+    What a step makes for a collective ends with its phase; only the first step makes tensors that stay.
+    """
+    sent = [until for name, until in stack if name.startswith(("c10d::", "gloo:"))]
+    if sent:
+        return sent[0]
+    following = sorted(time for time in marks.values() if time > start)
+    is_first = start < marks.get("1:forward", 0)
+    stays = is_first and not any(name.startswith("FSDP::") for name, _ in stack)
+    return 1 << 62 if stays or start < marks["0:forward"] or not following else following[0]
 
 
 def _peaks(blocks: list[Block], marks: dict[str, int], dump: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for phase, until in zip(PHASES, ("backward", "step", "end"), strict=True):
-        of_tensors, of_all, begin = _peak(blocks, marks[phase], marks[until], dump if dump in (phase, "all") else "")
+        start, stop = marks[f"2:{phase}"], marks[f"2:{until}"]
+        of_tensors, of_all, begin = _peak(blocks, start, stop, dump if dump in (phase, "all") else "")
         result[phase] = {"tensors": of_tensors, "allocator": of_all, "begin": begin}
     return result
 
 
 def _peak(blocks: list[Block], start: int, until: int, dump: str) -> tuple[int, int, int]:
+    for block in blocks if dump else ():
+        if block.start < start <= block.end and block.nbytes >= 20000:
+            print(f"= {block.nbytes}  {' > '.join(block.stack[-4:])}")
     changes = [(b.start, b.nbytes, b) for b in blocks] + [(b.end, -b.nbytes, b) for b in blocks]
     tensors = everything = most = most_of_all = begin = 0
     for time, nbytes, block in sorted(changes, key=lambda change: change[0]):
@@ -173,7 +198,7 @@ def run_cell(model: str, strategy: str, world: int, precision: str, dump: str = 
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=900)
     lines = [line for line in done.stdout.splitlines() if line.startswith("TRUTH ")]
     if dump:
-        print("\n".join(line for line in done.stdout.splitlines() if line[:1] in "+-"))
+        print("\n".join(line for line in done.stdout.splitlines() if line[:1] in "+-="))
     if not lines:
         raise RuntimeError(f"{model} under {strategy} on {world} ended with {done.stderr[-2000:]}")
     return json.loads(lines[0][6:])

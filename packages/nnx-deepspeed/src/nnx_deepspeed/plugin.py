@@ -58,6 +58,7 @@ def _spec(
         name=name,
         target="nnx_deepspeed.backend:DeepSpeedBackend",
         options="nnx_deepspeed.options:DeepSpeedOptions",
+        memory=f"nnx_deepspeed.memory:{'SubmoduleMemory' if init_params['stage'] == 3 else 'PartitionMemory'}",
         description=description,
         use_when=use_when,
         docs_url="docs/backends/deepspeed.md",

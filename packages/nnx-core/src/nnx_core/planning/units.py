@@ -105,7 +105,7 @@ class UnitMemory(Replay):
 
     def leave(self, name: str) -> None:
         if not name:
-            self._drop_flat()
+            self._end_root()
         elif name in self.units:
             self._order.append(name)
             if name not in self.keeps:
@@ -131,8 +131,12 @@ class UnitMemory(Replay):
             self.memory.add("parameters", -self._complete(name))
             self._gathered.discard(name)
 
-    def end_forward(self) -> None:
+    def _end_root(self) -> None:
+        """End the forward of the root, which frees the last flat buffer."""
         self._drop_flat()
+
+    def end_forward(self) -> None:
+        self._end_root()
         if "" not in self.keeps:
             self._free("")
         super().end_forward()
