@@ -13,6 +13,7 @@ from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.planner import plan
 from nnx_colossalai.plan.spec import Constraints, Group, ModelSpec, RankResources, Tier
 from nnx_colossalai.plan.units import find_units
+from nnx_core.errors import PlanError
 from nnx_core.planning.estimate import World
 from nnx_core.planning.trace import Kind, Parameter, Trace
 from nnx_core.planning.units import UnitMemory
@@ -61,7 +62,12 @@ class ChunkMemory(UnitMemory):
             device_bytes=own.device_bytes or self.world.memory or _UNLIMITED,
             host_bytes=own.host_bytes or self.world.host or _UNLIMITED,
         )
-        return dict(plan(spec, resources, Constraints(policy=own.placement_policy)).placement.tiers)
+        try:
+            return dict(plan(spec, resources, Constraints(policy=own.placement_policy)).placement.tiers)
+        except PlanError as error:  # the smallest footprint then shows what is missing
+            self.notes.append(error.message)
+            lowest = Tier.SHARDED if own.placement_policy == "cuda" else Tier.STREAMED
+            return {group.name: lowest for group in groups}
 
     def _activations(self) -> dict[str, int]:
         """Return the bytes that each unit's forward makes and does not free."""

@@ -12,7 +12,7 @@ from nnx_core.planning.plain import DDPMemory
 from nnx_core.planning.replay import Replay
 from nnx_core.planning.trace import Parameter, Trace
 
-__all__ = ["ReplicaMemory", "RowMemory"]
+__all__ = ["ReplicaMemory", "RowMemory", "SplitMemory", "StageMemory"]
 
 _BUCKET = 25 << 20
 
@@ -159,6 +159,47 @@ class ReplicaMemory(DDPMemory):
 
     def begin(self) -> None:
         Replay.begin(self)
+
+
+class SplitMemory(Replay):
+    """A rank of a tensor parallel plan, by formula: an equal share of every weight, all activations."""
+
+    bar = 0.3
+    shares_activations = False
+
+    def __init__(self, trace: Trace, world: World, options: Mapping[str, Any] | None = None) -> None:
+        super().__init__(trace, world, options)
+        self.notes.append("formula: an equal share of each weight; the plan of a run may split fewer")
+
+    @property
+    def _ranks(self) -> int:
+        return max(self.world.size // self.world.nodes, 1)
+
+    def stored(self, parameter: Parameter) -> int:
+        return parameter.nbytes // self._ranks
+
+    def stored_gradient(self, parameter: Parameter) -> int:
+        return parameter.nbytes // self._ranks
+
+    def stored_state(self, parameter: Parameter) -> int:
+        return parameter.state // self._ranks + parameter.scalars
+
+    def make(self, nbytes: int) -> int:
+        return nbytes // self._ranks if self.shares_activations else nbytes
+
+    def gradient(self, name: str, nbytes: int) -> None:
+        if not self.shares_activations:
+            self.memory.add("gradients", nbytes // self._ranks - nbytes)
+
+
+class StageMemory(SplitMemory):
+    """A rank of a pipeline of equal stages, by formula: its layers' weights and activations of the batch."""
+
+    shares_activations = True
+
+    @property
+    def _ranks(self) -> int:
+        return self.world.size
 
 
 def _limit(options: Mapping[str, Any]) -> int:

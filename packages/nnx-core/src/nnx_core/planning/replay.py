@@ -28,7 +28,7 @@ class Replay:
         trace: The step on one process.
         world: The ranks.
         memory: The bytes of this rank.
-        grouped: True if torch may step lists of this engine's tensors at once.
+        bar: The relative uncertainty of a traced step.
 
     Example:
         >>> from nnx_core.planning.trace import Trace
@@ -37,7 +37,6 @@ class Replay:
         192
     """
 
-    grouped: bool = True
     bar: float = 0.02
 
     def __init__(self, trace: Trace, world: World, options: Mapping[str, Any] | None = None) -> None:
@@ -45,7 +44,6 @@ class Replay:
         self.memory = Memory()
         self.notes: list[str] = []
         self._alive: dict[int, int] = {}
-        self._taken: dict[int, int] = {}
         self._handlers: dict[Kind, Callable[[str], None]] = {
             Kind.USE: self.use,
             Kind.SAVE: self.save,
@@ -99,6 +97,10 @@ class Replay:
 
     def begin_backward(self) -> None:
         """Called at the start of the backward, after ``zero_grad``."""
+
+    def make(self, nbytes: int) -> int:
+        """Return the bytes of this rank for a tensor that the step on one process makes."""
+        return nbytes
 
     def use(self, name: str) -> None:
         """Called when an operator reads a parameter."""
@@ -165,8 +167,8 @@ class Replay:
     def _replay(self, event: Event) -> None:
         kind = event.kind
         if kind is Kind.MAKE:
-            self._alive[event.storage] = event.nbytes
-            self.memory.add("activations", event.nbytes)
+            self._alive[event.storage] = self.make(event.nbytes)
+            self.memory.add("activations", self._alive[event.storage])
         elif kind is Kind.FREE:
             if event.storage in self._alive:
                 self.memory.add("activations", -self._alive.pop(event.storage))

@@ -158,7 +158,7 @@ class Plan:
         )
         planned = [row for row in self.rows if row.estimate is not None]
         width = max((len(row.strategy) for row in planned), default=8)
-        lines.append(f"{'STRATEGY':{width}}  FITS  {'PEAK':>10}  {'HOST':>10}  {'BATCH':>6}  LIMITED BY")
+        lines.append(f"{'STRATEGY':{width}}  {'FITS':5}  {'PEAK':>10}  {'HOST':>9}  {'BATCH':>6}  LIMITED BY")
         for row in sorted(planned, key=_order):
             lines += _lines(row, width)
         for status in ("no estimate", "no plan", "not installed"):
@@ -178,8 +178,9 @@ def _lines(row: Row, width: int) -> list[str]:
     assert row.estimate is not None
     batch = "any" if row.largest_batch is None else f"{row.largest_batch}"
     host = size_text(row.estimate.host) if row.estimate.host else "-"
+    about = "~" if row.estimate.bar > 0.05 else ""
     lines = [
-        f"{row.strategy:{width}}  {row.fits or '-':4}  {size_text(row.estimate.peak):>10}  {host:>10}  "
+        f"{row.strategy:{width}}  {row.fits or '-':5}  {about + size_text(row.estimate.peak):>10}  {host:>9}  "
         f"{batch if row.fits else '-':>6}  {row.limit}"
     ]
     if row.cure:
