@@ -115,9 +115,3 @@ class ChunkMemory(UnitMemory):
                 rows = self.rows(parameter)
                 state = super().stored_state(parameter) if parameter.trained else 0
                 self.memory.add_host(rows + (rows + state if parameter.trained else 0))
-
-    def _end_root(self) -> None:
-        """Keep the last flat buffer: the chunks' hooks come before those of FSDP2's root."""
-
-    def end_step(self) -> None:
-        self._drop_flat()

@@ -45,7 +45,7 @@ class Recorder(TorchDispatchMode):
         self._parameters = list(root.named_parameters())
         self._named = {_key(parameter): name for name, parameter in self._parameters}
         self._known = {*self._named, *(_key(buffer) for buffer in root.buffers())}
-        self._count = 0
+        self._count = self._product = 0
 
     def ignore(self, value: Any) -> None:
         """Take the tensors of a value for known: they were there before the step."""
@@ -79,11 +79,32 @@ class Recorder(TorchDispatchMode):
             if isinstance(leaf, Tensor) and (name := self._named.get(_key(leaf))) is not None:
                 self.events.append(Event(Kind.USE, name))
         result = func(*args, **(kwargs or {}))
+        if self._adds_bias(func, args):
+            self._forget(args[0])
         unseen = _unseen(func, args)
         for place, leaf in enumerate(tree_leaves(result)):
             if isinstance(leaf, Tensor):
                 self._note(leaf, unseen.get(place, 0))
         return result
+
+    def _adds_bias(self, func: Any, args: Any) -> bool:
+        """Return True for the second half of a linear layer, which real tensors run in place.
+
+        torch's ``linear`` adds the bias out of place for subclasses of Tensor, such as fake ones.
+        """
+        name = str(func)
+        if name == "aten._unsafe_view.default":
+            self._product = _key(args[0])
+        elif name == "aten.add.Tensor":
+            terms = [_key(term) for term in args[:2] if isinstance(term, Tensor)]
+            return len(terms) == 2 and terms[0] == self._product and terms[1] in self._named
+        return False
+
+    def _forget(self, tensor: Tensor) -> None:
+        """Count a storage as freed."""
+        key = _key(tensor)
+        if key in self._alive:
+            self._freed(key, None)
 
     def _note(self, tensor: Tensor, unseen: int = 0) -> None:
         storage = tensor.untyped_storage()

@@ -105,7 +105,8 @@ class UnitMemory(Replay):
 
     def leave(self, name: str) -> None:
         if not name:
-            self._end_root()
+            if self.units[""]:  # FSDP2's root frees the last flat buffer, if it has parameters of its own
+                self._drop_flat()
         elif name in self.units:
             self._order.append(name)
             if name not in self.keeps:
@@ -114,11 +115,14 @@ class UnitMemory(Replay):
     def _gather_in_forward(self, name: str) -> None:
         if name in self._gathered or not self.units[name]:
             return
+        complete = self._complete(name)
         if self.shards > 1:
-            self.memory.add("communication", self._complete(name))
+            self.memory.add("communication", complete)
+            self._pass_through(complete)
+        self.memory.add("parameters", complete)
+        if self.shards > 1:
             self._drop_flat()
             self._flat = name
-        self.memory.add("parameters", self._complete(name))
         self._gathered.add(name)
 
     def _drop_flat(self) -> None:
@@ -131,12 +135,8 @@ class UnitMemory(Replay):
             self.memory.add("parameters", -self._complete(name))
             self._gathered.discard(name)
 
-    def _end_root(self) -> None:
-        """End the forward of the root, which frees the last flat buffer."""
-        self._drop_flat()
-
     def end_forward(self) -> None:
-        self._end_root()
+        self._drop_flat()
         if "" not in self.keeps:
             self._free("")
         super().end_forward()
