@@ -1,13 +1,15 @@
+# ruff: noqa: D101, D102, D103, N812
 """Small models of unlike shape, for `plan_truth.py`."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class Model(pl.LightningModule):
@@ -78,7 +80,7 @@ class CNN(Model):
         self.body = nn.Sequential(
             *(
                 nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
-                for a, b in zip(widths, widths[1:], strict=False)
+                for a, b in pairwise(widths)
             )
         )
         self.head = nn.Linear(256 * 16, 10)
@@ -152,7 +154,8 @@ class MoE(Model):
         super().__init__()
         self.embedding, self.gate = nn.Embedding(words, width), nn.Linear(width, 4)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(4)
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(4)
         )
         self.head = nn.Linear(width, words)
 

@@ -1,8 +1,8 @@
 """Compare the bytes that `nnx plan` predicts with those of real runs.
 
-A cell is a model, a strategy and a number of gloo processes. The truth is torch's CPU allocator: the profiler
-reports each block that is allocated and freed, on rank zero, in the third step of a real Trainer. A block that
-one operator allocates and frees is its workspace: the tracker does not see it, so it is a column of its own.
+A cell is a model, a strategy and a number of gloo processes. The truth is torch's CPU allocator: the
+profiler reports each block that is allocated and freed, on rank zero, in the third step of a real Trainer. A
+block that one operator allocates and frees is its workspace: it is no tensor, so it has a column of its own.
 
     python benchmarks/plan_truth.py --models GPT CNN LSTM --worlds 1 2
 """
@@ -22,7 +22,14 @@ from typing import Any, NamedTuple
 
 STRATEGIES = ("ddp", "fsdp_auto", "nnscaler_zero", "colossalai", "nnx_deepspeed_2")
 PHASES = ("forward", "backward", "step")
-_MAKES = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::zeros", "aten::zeros_like", "[memory]"}
+_MAKES = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::zeros",
+    "aten::zeros_like",
+    "[memory]",
+}
 
 
 class Block(NamedTuple):
@@ -137,8 +144,8 @@ def _block(
 def _end_elsewhere(start: int, stack: tuple[tuple[str, int], ...], marks: dict[str, int]) -> int:
     """Return when a block was freed whose end the profiler has not seen.
 
-    A thread of gloo may drop the last reference to a tensor that was sent. What a collective makes ends with it.
-    What a step makes for a collective ends with its phase; only the first step makes tensors that stay.
+    A thread of gloo may drop the last reference to a tensor that was sent. A collective's own blocks end with
+    it. Blocks that a later step makes end with their phase; only the first step makes tensors that stay.
     """
     sent = [until for name, until in stack if name.startswith(("c10d::", "gloo:"))]
     if sent:
@@ -187,6 +194,8 @@ def predict(model_name: str, strategy: str, world: int, precision: str) -> dict[
 
     model = MODELS[model_name]
     trace = trace_module(model, lambda module: module.batch(), precision=precision, accelerator="cpu")
+    if trace.source != "traced":
+        raise RuntimeError(f"{model_name} was not traced: {trace.notes}")
     estimate = estimator(strategy)(trace, World(size=world, accelerator="cpu")).run()
     return {phase.name: phase for phase in estimate.phases}
 
@@ -221,14 +230,16 @@ def main() -> int:
         measure(model, strategy, int(world), precision, dump)
         return 0
     errors: list[tuple[float, str]] = []
-    print(f"{'model':6} {'strategy':16} ranks {'phase':9}{'predicted':>12}{'tensors':>12}  error {'workspace':>11}")
+    print(f"{'model':6} {'strategy':16} ranks {'phase':9}{'predicted':>12}{'tensors':>12}  error  workspace")
     for strategy in arguments.strategies:
         for world in arguments.worlds:
             for model in arguments.models:
                 errors.append(_compare(model, strategy, world, arguments))
     good = sum(abs(error) <= 0.01 for error, _ in errors)
     print(f"{good} of {len(errors)} cells are within 1 % ({100 * good / len(errors):.0f} %)")
-    print("worst:", ", ".join(f"{name} {100 * error:+.2f} %" for error, name in sorted(errors, key=_size)[-5:]))
+    print(
+        "worst:", ", ".join(f"{name} {100 * error:+.2f} %" for error, name in sorted(errors, key=_size)[-5:])
+    )
     return 0
 
 
@@ -243,7 +254,8 @@ def _compare(model: str, strategy: str, world: int, arguments: argparse.Namespac
         truth = json.loads(kept.read_text())
     else:
         runs = [
-            run_cell(model, strategy, world, arguments.precision, arguments.dump) for _ in range(arguments.runs)
+            run_cell(model, strategy, world, arguments.precision, arguments.dump)
+            for _ in range(arguments.runs)
         ]
         # A thread of gloo may free a tensor unseen in one run and not in another: the least is the truth.
         truth = min(runs, key=lambda run: run["forward"]["begin"])
@@ -254,7 +266,8 @@ def _compare(model: str, strategy: str, world: int, arguments: argparse.Namespac
         mine, real = predicted[phase].peak, truth[phase]["tensors"]
         space = truth[phase]["allocator"] - real
         print(
-            f"{model:6} {strategy:16} {world:5} {phase:9}{mine:12}{real:12} {100 * (mine / real - 1):+6.2f}{space:12}",
+            f"{model:6} {strategy:16} {world:5} {phase:9}{mine:12}{real:12} "
+            f"{100 * (mine / real - 1):+6.2f}{space:11}",
             flush=True,
         )
     most, real = (max(p.peak for p in predicted.values()), max(t["tensors"] for t in truth.values()))

@@ -1,13 +1,15 @@
 """Count the memory of a rank under the colossalai strategies, for ``nnx plan``.
 
-The strategy's own planner puts each unit in a tier, as in a run. A unit of tier `gathered` stays gathered until
-backward; units of the lower tiers have their masters, gradients and optimizer state in host memory.
+The strategy's own planner puts each unit in a tier, as in a run. A unit of tier `gathered` stays gathered
+until backward; units of the lower tiers have masters, gradients and optimizer state in host memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from typing_extensions import override
 
 from nnx_colossalai.options import ColossalAIOptions
 from nnx_colossalai.plan.planner import plan
@@ -94,20 +96,25 @@ class ChunkMemory(UnitMemory):
     def _is_on_host(self, parameter: Parameter) -> bool:
         return self._tier(parameter).steps_on_host
 
+    @override
     def stored(self, parameter: Parameter) -> int:
         tier = self._tier(parameter)
         rows = self.rows(parameter)
         return 0 if tier is Tier.STREAMED else rows
 
+    @override
     def stored_gradient(self, parameter: Parameter) -> int:
         return 0 if self._is_on_host(parameter) else self.rows(parameter)
 
+    @override
     def stored_state(self, parameter: Parameter) -> int:
         return 0 if self._is_on_host(parameter) else super().stored_state(parameter)
 
+    @override
     def stepped(self) -> list[int]:
         return [self.rows(p) for p in self.trained if not self._is_on_host(p)]
 
+    @override
     def begin(self) -> None:
         super().begin()
         for parameter in self.trace.parameters.values():
@@ -115,3 +122,20 @@ class ChunkMemory(UnitMemory):
                 rows = self.rows(parameter)
                 state = super().stored_state(parameter) if parameter.trained else 0
                 self.memory.add_host(rows + (rows + state if parameter.trained else 0))
+
+    def _complete(self, unit: str) -> int:
+        """Return the bytes of a unit in use; at one rank only a streamed unit has more than it stores."""
+        if self.world.size == 1 and self.tiers.get(unit) is not Tier.STREAMED:
+            return 0
+        return super()._complete(unit)
+
+    def _reduce(self, name: str) -> None:
+        """Reduce a unit's gradients; at one rank they stay, or move to the host."""
+        if self.world.size > 1:
+            super()._reduce(name)
+            return
+        self._free(name)
+        came = self._came.pop(name, 0)
+        tier = self.tiers.get(name)
+        if tier is not None and tier.steps_on_host:
+            self.memory.add("gradients", -came)

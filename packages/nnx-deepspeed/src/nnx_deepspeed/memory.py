@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from nnx_core.planning.estimate import World
 from nnx_core.planning.replay import Replay
 from nnx_core.planning.trace import Parameter, Trace
@@ -37,6 +39,7 @@ class PartitionMemory(Replay):
         self._in_bucket = self._buckets = 0
 
     @classmethod
+    @override
     def traced_precision(cls, precision: str) -> str:
         return traced_precision(precision)
 
@@ -49,12 +52,15 @@ class PartitionMemory(Replay):
         """The bytes of this rank's float32 partition."""
         return -(-self._total // self.world.size) * _MASTER
 
+    @override
     def stored_state(self, parameter: Parameter) -> int:
         return 0  # of the partition; see `begin`
 
+    @override
     def stepped(self) -> list[int]:
         return [self._partition]
 
+    @override
     def begin(self) -> None:
         super().begin()
         self.memory.add("gradients", -self.memory.device["gradients"])  # freed by the step before
@@ -66,6 +72,7 @@ class PartitionMemory(Replay):
         else:
             self.memory.add("optimizer", state + master)
 
+    @override
     def gradient(self, name: str, nbytes: int) -> None:
         if not self._buckets:
             self._buckets = self._copies * self._bucket
@@ -84,11 +91,13 @@ class PartitionMemory(Replay):
         if not self._options.offload_optimizer:
             self.memory.add("gradients", kept)
 
+    @override
     def end_backward(self) -> None:
         if self._in_bucket:
             self._reduce()
         self.memory.add("communication", -self._buckets)
 
+    @override
     def step(self) -> None:
         if self._options.offload_optimizer:
             return
@@ -97,6 +106,7 @@ class PartitionMemory(Replay):
         super().step()
         self.memory.add("gradients", -self._partition)
 
+    @override
     def end_step(self) -> None:
         if self.world.accelerator == "cpu" and self.world.size > 1:  # gloo copies what it gathers
             complete = self._total * self._itemsize
@@ -123,9 +133,11 @@ class SubmoduleMemory(UnitMemory):
         self._own = own
 
     @classmethod
+    @override
     def traced_precision(cls, precision: str) -> str:
         return traced_precision(precision)
 
+    @override
     def begin(self) -> None:
         super().begin()
         numel = sum(parameter.numel for parameter in self.trained)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from nnx_core.planning.estimate import World
 from nnx_core.planning.replay import Replay
 from nnx_core.planning.trace import Parameter, Trace
@@ -27,9 +29,11 @@ class OSSMemory(Replay):
 
     bar = 0.2
 
+    @override
     def stored_state(self, parameter: Parameter) -> int:
         return parameter.state // self.world.size + parameter.scalars
 
+    @override
     def stepped(self) -> list[int]:
         return [parameter.nbytes // self.world.size for parameter in self.trained]
 
@@ -37,8 +41,10 @@ class OSSMemory(Replay):
 class ShardedMemory(OSSMemory):
     """A rank of ``fairscale_sharded``: gradients belong to one rank each once they are reduced."""
 
+    @override
     def stored_gradient(self, parameter: Parameter) -> int:
         return parameter.nbytes // self.world.size
 
+    @override
     def gradient(self, name: str, nbytes: int) -> None:
         self.memory.add("gradients", nbytes // self.world.size - nbytes)

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from nnx_core.planning.estimate import World
 from nnx_core.planning.plain import DDPMemory
 from nnx_core.planning.replay import Replay
@@ -59,16 +61,20 @@ class RowMemory(Replay):
     def _complete(self, bucket: int) -> int:
         return self.world.size * sum(map(self._rows, self._buckets[bucket]))
 
+    @override
     def stored(self, parameter: Parameter) -> int:
         return self._rows(parameter)
 
+    @override
     def stored_gradient(self, parameter: Parameter) -> int:
         return self._rows(parameter)
 
+    @override
     def stored_state(self, parameter: Parameter) -> int:
         share = self._rows(parameter) / max(parameter.nbytes, 1)
         return round(parameter.state * share) + parameter.scalars
 
+    @override
     def use(self, name: str) -> None:
         at = self._bucket_of.get(name)
         if self.world.size == 1 or at is None or not self._is_forward:
@@ -92,7 +98,9 @@ class RowMemory(Replay):
         if several:
             self.memory.add("communication", -self._complete(at))
         following = at + 1
-        if following < len(self._buckets) and not any(p.name in self._present for p in self._buckets[following]):
+        if following < len(self._buckets) and not any(
+            p.name in self._present for p in self._buckets[following]
+        ):
             self._gather(following)
             self._ahead = following
 
@@ -110,9 +118,11 @@ class RowMemory(Replay):
             self.memory.add("communication", nbytes)
             self.memory.add("communication", -nbytes)
 
+    @override
     def save(self, name: str) -> None:
         self._saved[name] += 1
 
+    @override
     def unsave(self, name: str) -> None:
         self._saved[name] -= 1
         if not self._is_forward and not self._saved[name]:
@@ -123,6 +133,7 @@ class RowMemory(Replay):
             self.memory.add("parameters", -self._value(self.trace.parameters[name]))
             self._present.discard(name)
 
+    @override
     def end_forward(self) -> None:
         self._is_forward = False
         if self._ahead is not None:
@@ -133,6 +144,7 @@ class RowMemory(Replay):
         self.memory.add("temporary", -sum(self.trace.parameters[name].nbytes for name in self._used))
         super().end_forward()
 
+    @override
     def gradient(self, name: str, nbytes: int) -> None:
         at = self._bucket_of.get(name)
         if self.world.size == 1 or at is None:
@@ -149,6 +161,7 @@ class RowMemory(Replay):
             self.memory.add("gradients", sum(map(self._rows, self._buckets[at])))
             self._pass_through(self._complete(at))
 
+    @override
     def end_backward(self) -> None:
         self.memory.add("communication", -self._sent)
         self._sent = 0
@@ -157,6 +170,7 @@ class RowMemory(Replay):
 class ReplicaMemory(DDPMemory):
     """A rank of ``nnscaler_dp``: the complete model; gradients are views of the buckets."""
 
+    @override
     def begin(self) -> None:
         Replay.begin(self)
 
@@ -175,18 +189,23 @@ class SplitMemory(Replay):
     def _ranks(self) -> int:
         return max(self.world.size // self.world.nodes, 1)
 
+    @override
     def stored(self, parameter: Parameter) -> int:
         return parameter.nbytes // self._ranks
 
+    @override
     def stored_gradient(self, parameter: Parameter) -> int:
         return parameter.nbytes // self._ranks
 
+    @override
     def stored_state(self, parameter: Parameter) -> int:
         return parameter.state // self._ranks + parameter.scalars
 
+    @override
     def make(self, nbytes: int) -> int:
         return nbytes // self._ranks if self.shares_activations else nbytes
 
+    @override
     def gradient(self, name: str, nbytes: int) -> None:
         if not self.shares_activations:
             self.memory.add("gradients", nbytes // self._ranks - nbytes)

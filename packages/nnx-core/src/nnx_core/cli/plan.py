@@ -158,7 +158,8 @@ def _maker(target: str, arguments: Sequence[str]) -> Callable[[], nn.Module]:
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
         raise OptionError(
-            f"{target!r} names no class.", remedy="Write module:Class, file.py:Class, or transformers:LlamaConfig."
+            f"{target!r} names no class.",
+            remedy="Write module:Class, file.py:Class, or transformers:LlamaConfig.",
         )
     owner = _module(place)
     found: Any = owner
@@ -177,11 +178,13 @@ def _maker(target: str, arguments: Sequence[str]) -> Callable[[], nn.Module]:
                 f"{target} cannot be made: {error}.", remedy="Give its arguments with --init name=value."
             ) from error
         if hasattr(made, "to_json_string") and hasattr(made, "model_type"):
-            from transformers import AutoModelForCausalLM
+            import transformers
 
             made.use_cache = False
-            return AutoModelForCausalLM.from_config(made)  # type: ignore[no-any-return]
-        return made  # type: ignore[no-any-return]
+            causal: Any = transformers.AutoModelForCausalLM
+            made = causal.from_config(made)
+        model: nn.Module = made
+        return model
 
     return make
 
@@ -192,7 +195,8 @@ def _module(place: str) -> Any:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
             raise OptionError(
-                f"{place!r} cannot be imported: {error}.", remedy="Check the name, or write the path of the file."
+                f"{place!r} cannot be imported: {error}.",
+                remedy="Check the name, or write the path of the file.",
             ) from error
     path = Path(place)
     if not path.is_file():

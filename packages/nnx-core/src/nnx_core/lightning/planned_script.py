@@ -41,7 +41,12 @@ def stop_at_fit(script: Path, words: Sequence[str]) -> tuple[LightningModule, An
         raise OptionError(f"there is no script {str(script)!r}.", remedy="Check the path.")
 
     def fit(
-        self: Any, model: Any, train_dataloaders: Any = None, val: Any = None, datamodule: Any = None, **_: Any
+        self: Any,
+        model: Any,
+        train_dataloaders: Any = None,
+        val: Any = None,
+        datamodule: Any = None,
+        **_: Any,
     ) -> None:
         raise _AtFit(model, train_dataloaders, datamodule)
 
@@ -51,7 +56,8 @@ def stop_at_fit(script: Path, words: Sequence[str]) -> tuple[LightningModule, An
         except _AtFit as reached:
             return reached.module, _first_batch(reached)
     raise OptionError(
-        f"{str(script)!r} ended without `Trainer.fit`.", remedy="Give a script that trains, with its arguments."
+        f"{str(script)!r} ended without `Trainer.fit`.",
+        remedy="Give a script that trains, with its arguments.",
     )
 
 

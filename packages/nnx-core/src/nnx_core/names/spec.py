@@ -142,8 +142,7 @@ class StrategySpec:
         options: ``"pkg.module:Dataclass"`` of its options, in a module that does not import torch.
         checkpoint_io: A Lightning CheckpointIO, or a callable without arguments that makes one, to be
             used in place of the strategy's own.
-        memory: ``"pkg.module:Class"`` of a `nnx_core.planning.replay.Replay`, which ``nnx plan`` uses to predict
-            the memory of a rank.
+        memory: ``"pkg.module:Class"`` of the `nnx_core.planning.replay.Replay` that predicts a rank's memory.
 
     Example:
         >>> StrategySpec("fsdp_auto", "nnx_fsdp.backend:FSDPBackend").name

@@ -196,9 +196,7 @@ def recomputing(module: nn.Module, is_on: bool) -> Iterator[None]:
     """Recompute the activations of layers that repeat, within a context."""
     layers = repeated_layers(module) if is_on else []
     for layer in layers:
-        layer.forward = partial(  # type: ignore[method-assign]
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-        )
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     try:
         yield
     finally:

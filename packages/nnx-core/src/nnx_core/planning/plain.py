@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from nnx_core.planning.replay import Replay
-from nnx_core.planning.units import UnitMemory
-from nnx_core.planning.estimate import World
-from nnx_core.planning.trace import Trace
 from collections.abc import Mapping
 from typing import Any
+
+from typing_extensions import override
+
+from nnx_core.planning.estimate import World
+from nnx_core.planning.replay import Replay
+from nnx_core.planning.trace import Trace
+from nnx_core.planning.units import UnitMemory
 
 __all__ = ["DDPMemory", "FSDPOfLightning", "LIGHTNING"]
 
@@ -15,6 +18,7 @@ __all__ = ["DDPMemory", "FSDPOfLightning", "LIGHTNING"]
 class DDPMemory(Replay):
     """A rank of torch's DDP: the complete model, and buckets as large as the gradients."""
 
+    @override
     def begin(self) -> None:
         super().begin()
         self.memory.add("communication", sum(parameter.nbytes for parameter in self.trained))

@@ -170,9 +170,13 @@ def plan(
     """
     for name, value in (("devices", devices), ("nodes", nodes)):
         if not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name}={value!r} is not a positive number.", remedy=f"Pass {name}=8, for example.")
+            raise OptionError(
+                f"{name}={value!r} is not a positive number.", remedy=f"Pass {name}=8, for example."
+            )
     if precision not in PRECISIONS:
-        raise OptionError(f"precision={precision!r} is unknown.", remedy=f"Use one of {', '.join(PRECISIONS)}.")
+        raise OptionError(
+            f"precision={precision!r} is unknown.", remedy=f"Use one of {', '.join(PRECISIONS)}."
+        )
     if accelerator not in ("cuda", "cpu"):
         raise OptionError(f"accelerator={accelerator!r} is unknown.", remedy="Use 'cuda' or 'cpu'.")
     host = bytes_of(host_memory, name="host_memory")
@@ -194,7 +198,9 @@ def plan(
         accelerator=accelerator,
         optimizer=optimizer,
     )
-    rows = [_row(name, model, world, options) for name in names if name in LIGHTNING or name in StrategyRegistry]
+    rows = [
+        _row(name, model, world, options) for name in names if name in LIGHTNING or name in StrategyRegistry
+    ]
     missing = known() if strategies is None else [name for name in names if name in known()]
     rows += [
         Row(strategy=name, status="not installed", cure=known()[name].install)

@@ -12,12 +12,11 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from nnx_core._torch_compat import TorchDispatchMode, tree_leaves
+from nnx_core._torch_compat import TorchDispatchMode, storage_key, tree_leaves
 from nnx_core.planning.trace import Event, Kind
 
 __all__ = ["Recorder", "bytes_of"]
@@ -36,20 +35,20 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, root: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.current = self.peak = 0
         self._numbers: dict[int, tuple[int, int]] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._names = {module: name for name, module in root.named_modules()}
         self._parameters = list(root.named_parameters())
-        self._named = {_key(parameter): name for name, parameter in self._parameters}
-        self._known = {*self._named, *(_key(buffer) for buffer in root.buffers())}
+        self._named = {storage_key(parameter): name for name, parameter in self._parameters}
+        self._known = {*self._named, *(storage_key(buffer) for buffer in root.buffers())}
         self._count = self._product = 0
 
     def ignore(self, value: Any) -> None:
         """Take the tensors of a value for known: they were there before the step."""
-        self._known |= {_key(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
+        self._known |= {storage_key(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
 
     def phase(self, name: str) -> None:
         """Begin a phase of the step."""
@@ -61,7 +60,8 @@ class Recorder(TorchDispatchMode):
         with ExitStack() as stack:
             for name, parameter in self._parameters:
                 if parameter.requires_grad:
-                    hook = parameter.register_post_accumulate_grad_hook(partial(self._gradient, name))
+                    function = partial(self._gradient, name)
+                    hook = parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
                     stack.callback(hook.remove)
             before = register_module_forward_pre_hook(self._enter)
             after = register_module_forward_hook(self._leave, with_kwargs=True)
@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run an operator and note its tensors."""
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and (name := self._named.get(_key(leaf))) is not None:
+            if isinstance(leaf, Tensor) and (name := self._named.get(storage_key(leaf))) is not None:
                 self.events.append(Event(Kind.USE, name))
         result = func(*args, **(kwargs or {}))
         if self._adds_bias(func, args):
@@ -94,23 +94,23 @@ class Recorder(TorchDispatchMode):
         """
         name = str(func)
         if name == "aten._unsafe_view.default":
-            self._product = _key(args[0])
+            self._product = storage_key(args[0])
         elif name == "aten.add.Tensor":
-            terms = [_key(term) for term in args[:2] if isinstance(term, Tensor)]
+            terms = [storage_key(term) for term in args[:2] if isinstance(term, Tensor)]
             return len(terms) == 2 and terms[0] == self._product and terms[1] in self._named
         return False
 
     def _forget(self, tensor: Tensor) -> None:
         """Count a storage as freed."""
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key in self._alive:
             self._freed(key, None)
 
     def _note(self, tensor: Tensor, unseen: int = 0) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known or key in self._numbers:
+        key = storage_key(tensor)
+        if not key or key in self._known or key in self._numbers:
             return
+        storage = tensor.untyped_storage()
         number, nbytes = self._count, max(storage.nbytes(), unseen)
         self._count += 1
         self._numbers[key] = number, nbytes
@@ -128,12 +128,11 @@ class Recorder(TorchDispatchMode):
     def _gradient(self, name: str, parameter: Tensor) -> None:
         gradient = parameter.grad
         if gradient is not None:
-            storage = gradient if not gradient.is_sparse else gradient._values()
-            number, nbytes = self._numbers.get(_key(storage), (-1, 0))
+            number, nbytes = self._numbers.get(storage_key(gradient), (-1, 0))
             self.events.append(Event(Kind.GRADIENT, name, number, nbytes))
 
     def _save(self, tensor: Tensor) -> Any:
-        name = self._named.get(_key(tensor))
+        name = self._named.get(storage_key(tensor))
         if name is None:
             return tensor
         token = _Saved(tensor)
@@ -160,7 +159,7 @@ class Recorder(TorchDispatchMode):
 
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(append)
+                leaf.register_hook(append)  # type: ignore[no-untyped-call]
 
 
 def _unseen(func: Any, args: Any) -> dict[int, int]:
@@ -185,16 +184,10 @@ def _restore(value: Any) -> Tensor:
     return value.tensor if isinstance(value, _Saved) else value
 
 
-def _key(tensor: Tensor) -> int:
-    if tensor.is_sparse:
-        tensor = tensor._values()
-    return tensor.untyped_storage()._cdata
-
-
 def bytes_of(value: Any) -> int:
     """Return the bytes of all storages in a nested value, each counted once."""
     found: dict[int, int] = {}
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
-            found[_key(leaf)] = (leaf._values() if leaf.is_sparse else leaf).untyped_storage().nbytes()
+            found[storage_key(leaf)] = leaf.untyped_storage().nbytes() if storage_key(leaf) else 0
     return sum(found.values())

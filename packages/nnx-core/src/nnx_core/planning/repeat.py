@@ -58,7 +58,9 @@ def equal_layers(root: nn.Module) -> list[Run]:
     """
     runs: list[Run] = []
     for name, container in root.named_modules():
-        inside = any(name.startswith(f"{run.container}.".lstrip(".")) and name != run.container for run in runs)
+        inside = any(
+            name.startswith(f"{run.container}.".lstrip(".")) and name != run.container for run in runs
+        )
         if inside or not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
         place = 0
@@ -147,7 +149,9 @@ def repeated(
         found = _Repetition(found, run, run.first - removed).result()
         removed += run.count - _TRACED
     return tuple(
-        event if not event.name or event.kind is Kind.PHASE else event._replace(name=_complete_name(event, names_of))
+        event
+        if not event.name or event.kind is Kind.PHASE
+        else event._replace(name=_complete_name(event, names_of))
         for event in found
     )
 
@@ -219,7 +223,11 @@ class _Repetition:
         if self._makes["F", 1] != self._makes["F", 2] or self._makes["B", 1] != self._makes["B", 2]:
             raise NotRepeatableError("inner layers make different tensors")
         for event, (direction, layer) in zip(self._events, self._segment_of, strict=True):
-            if event.kind is Kind.USE and layer == -1 and event.name.startswith(f"{self._layers[_TEMPLATE]}."):
+            if (
+                event.kind is Kind.USE
+                and layer == -1
+                and event.name.startswith(f"{self._layers[_TEMPLATE]}.")
+            ):
                 raise NotRepeatableError(f"{event.name} is used outside of its layer")
             if event.kind not in (Kind.FREE, Kind.GRADIENT) or event.storage not in self._born:
                 continue

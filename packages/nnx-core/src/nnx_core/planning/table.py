@@ -178,9 +178,9 @@ def _lines(row: Row, width: int) -> list[str]:
     assert row.estimate is not None
     batch = "any" if row.largest_batch is None else f"{row.largest_batch}"
     host = size_text(row.estimate.host) if row.estimate.host else "-"
-    about = "~" if row.estimate.bar > 0.05 else ""
+    peak = ("~" if row.estimate.bar > 0.05 else "") + size_text(row.estimate.peak)
     lines = [
-        f"{row.strategy:{width}}  {row.fits or '-':5}  {about + size_text(row.estimate.peak):>10}  {host:>9}  "
+        f"{row.strategy:{width}}  {row.fits or '-':5}  {peak:>10}  {host:>9}  "
         f"{batch if row.fits else '-':>6}  {row.limit}"
     ]
     if row.cure:

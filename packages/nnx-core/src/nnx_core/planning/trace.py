@@ -18,8 +18,9 @@ __all__ = ["Event", "Kind", "OptimizerCost", "Parameter", "Trace"]
 class Kind(Enum):
     """A kind of event.
 
-    ``MAKE`` and ``FREE`` are of a storage, ``USE``, ``SAVE`` and ``UNSAVE`` of a parameter that an
-    operator reads, that autograd keeps for backward, and that it no longer keeps, ``GRADIENT`` of a complete gradient, and the others of a module.
+    ``MAKE`` and ``FREE`` are of a storage. ``USE``, ``SAVE`` and ``UNSAVE`` are of a parameter: an operator
+    reads it, autograd keeps it for backward, autograd no longer keeps it. ``GRADIENT`` is of a complete
+    gradient. The others are of a module or a phase.
     """
 
     MAKE = "make"

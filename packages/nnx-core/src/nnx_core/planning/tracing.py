@@ -83,7 +83,7 @@ def _trace(step: Step) -> Trace:
             with _autocast(step.precision):
                 loss = step.loss(step.batch)
             recorder.phase("backward")
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         del loss
         events = tuple(recorder.events)
         trained = {name for name, p in module.named_parameters() if p.grad is not None}
@@ -147,9 +147,7 @@ def _completed(
     return replace(
         traced,
         events=repeated(traced.events, runs, names_of),
-        parameters={
-            name: replace(known[name], name=name) for name, _ in module.named_parameters()
-        },
+        parameters={name: replace(known[name], name=name) for name, _ in module.named_parameters()},
         buffers=bytes_of(list(module.buffers())),
         layers=tuple((run.container, run.count) for run in runs),
     )
@@ -159,7 +157,9 @@ def _optimizer(
     module: nn.Module, optimizers: Sequence[Optimizer]
 ) -> tuple[OptimizerCost, dict[Tensor, tuple[int, int]]]:
     """Return the temporary bytes of a step, and the bytes of each parameter's state."""
-    stepped = [p for o in optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
+    stepped = [
+        p for o in optimizers for group in o.param_groups for p in group["params"] if p.grad is not None
+    ]
     if not stepped:
         return OptimizerCost(), {}
     for optimizer in optimizers:

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from nnx_core.planning.estimate import World
 from nnx_core.planning.replay import Replay
 from nnx_core.planning.trace import Parameter, Trace
@@ -43,7 +45,7 @@ class UnitMemory(Replay):
         on_host: bool = False,
     ) -> None:
         super().__init__(trace, world, options)
-        self.units = {name: [] for name in units} | {"": []}  # type: dict[str, list[Parameter]]
+        self.units: dict[str, list[Parameter]] = {name: [] for name in (*units, "")}
         self.shards, self.keeps, self.on_host = shards, set(keeps), on_host
         self._unit_of: dict[str, str] = {}
         for parameter in trace.parameters.values():
@@ -74,12 +76,15 @@ class UnitMemory(Replay):
         first, rest = parameter.shape[0], math.prod(parameter.shape[1:])
         return math.ceil(first / self.shards) * rest * parameter.itemsize
 
+    @override
     def stored(self, parameter: Parameter) -> int:
         return 0 if self.on_host else self.rows(parameter)
 
+    @override
     def stored_gradient(self, parameter: Parameter) -> int:
         return 0 if self.on_host else self.rows(parameter)
 
+    @override
     def stored_state(self, parameter: Parameter) -> int:
         if self.on_host or not parameter.nbytes:
             return 0
@@ -90,19 +95,27 @@ class UnitMemory(Replay):
 
     # The step.
 
+    @override
     def begin(self) -> None:
         super().begin()
         if self.on_host:
-            share = [(self.rows(p), p.state / max(p.nbytes, 1), p.trained) for p in self.trace.parameters.values()]
-            self.memory.add_host(sum(round(rows * (1 + (1 + state) * trained)) for rows, state, trained in share))
+            share = [
+                (self.rows(p), p.state / max(p.nbytes, 1), p.trained) for p in self.trace.parameters.values()
+            ]
+            self.memory.add_host(
+                sum(round(rows * (1 + (1 + state) * trained)) for rows, state, trained in share)
+            )
 
+    @override
     def begin_forward(self) -> None:
         self._gather_in_forward("")
 
+    @override
     def enter(self, name: str) -> None:
         if name and name in self.units:
             self._gather_in_forward(name)
 
+    @override
     def leave(self, name: str) -> None:
         if not name:
             if self.units[""]:  # FSDP2's root frees the last flat buffer, if it has parameters of its own
@@ -135,15 +148,18 @@ class UnitMemory(Replay):
             self.memory.add("parameters", -self._complete(name))
             self._gathered.discard(name)
 
+    @override
     def end_forward(self) -> None:
         self._drop_flat()
         if "" not in self.keeps:
             self._free("")
         super().end_forward()
 
+    @override
     def begin_backward(self) -> None:
         self._gather_in_backward("")
 
+    @override
     def enter_backward(self, name: str) -> None:
         if name and name in self.units:
             self._gather_in_backward(name)
@@ -171,10 +187,12 @@ class UnitMemory(Replay):
         self._pass_through(complete)
         self._ahead = following
 
+    @override
     def gradient(self, name: str, nbytes: int) -> None:
         unit = self._unit_of[name]
         self._came[unit] = self._came.get(unit, 0) + nbytes
 
+    @override
     def leave_backward(self, name: str) -> None:
         if name and name in self.units:
             self._reduce(name)
@@ -200,6 +218,7 @@ class UnitMemory(Replay):
             self.memory.add("communication", nbytes)
             self.memory.add("communication", -nbytes)
 
+    @override
     def end_backward(self) -> None:
         for name in [*self._came]:
             self._reduce(name)
