@@ -7,14 +7,13 @@ here they work as its documentation says, or raise an error with the reason.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from nnx_core.errors import OptionError
-from nnx_core.options import check_options, option
+from nnx_core.options import bytes_of, check_options, option
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 POLICIES = ("auto", "cuda", "cpu")
 _TIERS = ("gathered", "sharded", "offloaded", "streamed")
 _GRIDS = 4096
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _NUMBER = (int, float)
 
 
@@ -280,34 +277,3 @@ class ColossalAIOptions:
                 f"plan={self.plan!r} sets all tiers, so {', '.join(given)} would have no effect.",
                 remedy="Give one of them only, or edit the plan.",
             )
-
-
-def bytes_of(value: int | float | str | None, *, name: str) -> int | None:
-    """Return a number of bytes from a number or a text with a unit; None stays None.
-
-    Args:
-        value: A size such as ``24 * 2**30``, ``"24GiB"``, ``"24 GB"`` (decimal) or ``"1e9"``.
-        name: The name of the option, used in the message.
-
-    Raises:
-        OptionError: The value is no size, or not positive.
-
-    Example:
-        >>> bytes_of("1.5 KiB", name="device_memory")
-        1536
-    """
-    if value is None:
-        return None
-    number = _number_of(value) if isinstance(value, str) else value
-    if isinstance(value, bool) or number is None or not 1 <= number < math.inf:
-        raise OptionError(
-            f"{name}={value!r} is not a size in bytes.", remedy="Pass a positive number or text like '24GiB'."
-        )
-    return int(number)
-
-
-def _number_of(text: str) -> float | None:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
-    if found is None or (found[3] and not found[2]):
-        return None
-    return float(found[1]) * (_BINARY if found[3] else _UNITS)[found[2]]

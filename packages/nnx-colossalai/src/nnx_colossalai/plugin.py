@@ -32,6 +32,7 @@ def _spec(name: str, description: str, use_when: str, **init_params: object) -> 
         name=name,
         target="nnx_colossalai.backend:ColossalAIBackend",
         options="nnx_colossalai.options:ColossalAIOptions",
+        memory="nnx_colossalai.memory:ChunkMemory",
         description=description,
         use_when=use_when,
         docs_url="docs/backends/colossalai.md",

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from nnx_colossalai.model import constraints_of
-from nnx_colossalai.options import ColossalAIOptions, bytes_of
+from nnx_colossalai.options import ColossalAIOptions
+from nnx_core.options import bytes_of
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.errors import OptionError
 

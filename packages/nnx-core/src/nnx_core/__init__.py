@@ -26,6 +26,7 @@ _HOME = {
     "RandomState": "nnx_core.random_state",
     "load_from_checkpoint": "nnx_core.lightning.loading",
     "compare_ranks": "nnx_core.lightning.callbacks",
+    "plan": "nnx_core.planning.planner",
     "Lite": "nnx_lite",
     "LightningLite": "nnx_lite",
     "NnxError": "nnx_core.errors",

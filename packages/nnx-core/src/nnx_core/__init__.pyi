@@ -44,6 +44,7 @@ from nnx_core.names.spec import (
 from nnx_core.names.spec import (
     StrategySpec as StrategySpec,
 )
+from nnx_core.planning.planner import plan as plan
 from nnx_core.random_state import RandomState as RandomState
 from nnx_lite import LightningLite as LightningLite
 from nnx_lite import Lite as Lite

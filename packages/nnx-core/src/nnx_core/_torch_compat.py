@@ -56,6 +56,7 @@ __all__ = [
     "shadow_of",
     "state_of",
     "states_of",
+    "storage_key",
     "storage_users",
     "tree_flatten",
     "tree_leaves",
@@ -230,6 +231,13 @@ def shadow_of(
     vars(shadow).update({hooks: OrderedDict() for hooks in _HOOKS_OF_OPTIMIZERS})
     shadow.param_groups, shadow.state = groups, defaultdict(dict, state or {})
     return shadow
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that all views of a living storage share; 0 for a tensor without a storage."""
+    if tensor.layout is not torch.strided:
+        return 0
+    return int(tensor.untyped_storage()._cdata)
 
 
 def storage_users(tensor: Tensor) -> int:

@@ -6,7 +6,9 @@ engine's own options are a dataclass of the same form in its package: the metada
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
@@ -15,7 +17,7 @@ from typing import Any, Literal
 
 from nnx_core.errors import OptionError
 
-__all__ = ["CommonOptions", "check_choice", "check_options", "option", "split_options"]
+__all__ = ["CommonOptions", "bytes_of", "check_choice", "check_options", "option", "split_options"]
 
 StateDictType = Literal["sharded", "deduped"]
 GatherAtEnd = Literal["all", "rank0", "none"]
@@ -251,3 +253,38 @@ def _unknown_option(
         f"strategy {owner!r} has no option {key!r}.",
         remedy=f"{hint}{its or f'Its options are those of every strategy: {common}.'}",
     )
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def bytes_of(value: int | float | str | None, *, name: str) -> int | None:
+    """Return a number of bytes from a number or a text with a unit; None stays None.
+
+    Args:
+        value: A size such as ``24 * 2**30``, ``"24GiB"``, ``"24 GB"`` (decimal) or ``"1e9"``.
+        name: The name of the option, used in the message.
+
+    Raises:
+        OptionError: The value is no size, or not positive.
+
+    Example:
+        >>> bytes_of("1.5 KiB", name="device_memory")
+        1536
+    """
+    if value is None:
+        return None
+    number = _number_of(value) if isinstance(value, str) else value
+    if isinstance(value, bool) or number is None or not 1 <= number < math.inf:
+        raise OptionError(
+            f"{name}={value!r} is not a size in bytes.", remedy="Pass a positive number or text like '24GiB'."
+        )
+    return int(number)
+
+
+def _number_of(text: str) -> float | None:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if found is None or (found[3] and not found[2]):
+        return None
+    return float(found[1]) * (_BINARY if found[3] else _UNITS)[found[2]]

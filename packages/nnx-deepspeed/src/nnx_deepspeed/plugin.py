@@ -65,6 +65,7 @@ def _spec(
         name=name,
         target="nnx_deepspeed.backend:DeepSpeedBackend",
         options="nnx_deepspeed.options:DeepSpeedOptions",
+        memory=f"nnx_deepspeed.memory:{'Submodule' if init_params['stage'] == 3 else 'Partition'}Memory",
         description=description,
         use_when=use_when,
         docs_url="docs/backends/deepspeed.md",

@@ -68,12 +68,20 @@ _FSDP = Capabilities(
 
 
 def _spec(
-    name: str, target: str, options: str, description: str, use_when: str, *, capabilities: Capabilities
+    name: str,
+    target: str,
+    options: str,
+    description: str,
+    use_when: str,
+    *,
+    memory: str,
+    capabilities: Capabilities,
 ) -> StrategySpec:
     return StrategySpec(
         name=name,
         target=f"nnx_fairscale.{target}",
         options=f"nnx_fairscale.options:{options}",
+        memory=f"nnx_fairscale.memory:{memory}",
         description=description,
         use_when=use_when,
         docs_url="docs/backends/fairscale.md",
@@ -91,6 +99,7 @@ def nnx_strategies() -> list[StrategySpec]:
             "FairscaleFSDPOptions",
             "fairscale's FullyShardedDataParallel",
             "a code base depends on fairscale's FSDP or its wrap(); new ones take fsdp_auto",
+            memory="FairscaleFSDPMemory",
             capabilities=_FSDP,
         ),
         _spec(
@@ -99,6 +108,7 @@ def nnx_strategies() -> list[StrategySpec]:
             "OSSOptions",
             "fairscale's OSS: sharded optimizer state",
             "a code base depends on fairscale's OSS, or an optimizer needs whole parameters",
+            memory="OSSMemory",
             capabilities=_OSS,
         ),
         _spec(
@@ -107,6 +117,7 @@ def nnx_strategies() -> list[StrategySpec]:
             "ShardedOptions",
             "fairscale's ShardedDDP with its bugs fixed",
             "a code base depends on fairscale's ShardedDDP (ddp_sharded of old)",
+            memory="ShardedMemory",
             capabilities=_SHARDED,
         ),
     ]

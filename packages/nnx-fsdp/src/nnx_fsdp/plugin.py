@@ -41,6 +41,7 @@ def _spec(
         name=name,
         target="nnx_fsdp.backend:FSDPBackend",
         options="nnx_fsdp.options:FSDPOptions",
+        memory="nnx_fsdp.memory:FSDPMemory",
         description=description,
         use_when=use_when,
         docs_url="docs/backends/fsdp.md",

@@ -61,12 +61,14 @@ def _spec(
     use_when: str,
     *,
     capabilities: Capabilities = _PLANNED,
+    memory: str = "SplitMemory",
     **init_params: object,
 ) -> StrategySpec:
     return StrategySpec(
         name=name,
         target="nnx_nnscaler.backend:NnScalerBackend",
         options="nnx_nnscaler.options:NnScalerOptions",
+        memory=f"nnx_nnscaler.memory:{memory}",
         description=description,
         use_when=use_when,
         docs_url="docs/backends/nnscaler.md",
@@ -105,6 +107,7 @@ def nnx_strategies() -> list[StrategySpec]:
             "Data parallelism, bit-equal to ddp",
             "the model and its optimizer state fit every device",
             capabilities=_REPLICATED,
+            memory="ReplicaMemory",
             policy="dp",
         ),
         _spec(
@@ -118,6 +121,7 @@ def nnx_strategies() -> list[StrategySpec]:
             "Data parallelism with all states in parts (ZeRO)",
             "the batch can be split over the ranks, but the states do not fit every device",
             capabilities=_IN_PARTS,
+            memory="RowMemory",
             policy="zero",
         ),
         _spec(
@@ -125,6 +129,7 @@ def nnx_strategies() -> list[StrategySpec]:
             "Pipeline parallelism: the model is cut into stages",
             "the model fits no device, and links between devices are too slow to split layers",
             capabilities=_STAGES,
+            memory="StageMemory",
             policy="pp",
         ),
         _spec(
@@ -132,6 +137,7 @@ def nnx_strategies() -> list[StrategySpec]:
             "Stages, and a planner that splits the operators of each",
             "the model fits no device, and some links are fast and others slow",
             capabilities=replace(_STAGES, tensor_parallel=True),
+            memory="StageMemory",
             policy="hybrid",
         ),
     ]

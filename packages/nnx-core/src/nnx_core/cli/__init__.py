@@ -29,6 +29,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command("doctor")(check_installation)
     anything = {"allow_extra_args": True, "ignore_unknown_options": True}
     app.command("conformance", context_settings=anything)(ask_for_conformance)
+    app.command("plan")(plan_run)
     app.command("new")(create_plugin)
     app.command("schema")(print_schema)
     app.command("run", context_settings={"allow_interspersed_args": False})(start_script)
@@ -105,6 +106,62 @@ def check_installation(
 
     with looking_from_outside():
         raise typer.Exit(run(strict=strict, as_json=as_json))
+
+
+def plan_run(
+    target: Annotated[str, typer.Argument(help="module:Class or file.py:Class of the model.")] = "",
+    *,
+    words: Annotated[
+        list[str] | None, typer.Argument(help="With --script: its arguments.", show_default=False)
+    ] = None,
+    devices: Annotated[int, typer.Option("--devices", min=1, help="How many devices a node has.")] = 8,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="How many nodes there are.")] = 1,
+    memory: Annotated[str | None, typer.Option("--memory", help="Of a device, such as 80GiB.")] = None,
+    host_memory: Annotated[
+        str | None, typer.Option("--host-memory", help="Of a node, for strategies that offload.")
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option("--batch", help="Of a device: 4x4096, or float32:8x3x32x32,int64:8.")
+    ] = None,
+    precision: Annotated[str, typer.Option("--precision", help="As of Trainer.")] = "32-true",
+    accelerator: Annotated[str, typer.Option("--accelerator", help="cuda or cpu.")] = "cuda",
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", help="Of torch.optim, if the model configures none.")
+    ] = "AdamW",
+    init: Annotated[
+        list[str] | None, typer.Option("--init", help="An argument of the class, as name=value.")
+    ] = None,
+    strategy: Annotated[
+        list[str] | None, typer.Option("--strategy", help="Only this one; several may be given.")
+    ] = None,
+    script: Annotated[
+        Path | None, typer.Option("--script", help="Plan the Trainer.fit of this script instead.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Predict the memory of every strategy: fits or what is missing, and the cheapest cure."""
+    from nnx_core.cli.plan import run
+
+    given = [target, *(words or [])] if script is not None and target else list(words or [])
+    if not target and script is None:
+        raise OptionError("no model is given.", remedy="Write `nnx plan module:Class`, or --script train.py.")
+    code = run(
+        target,
+        batch=batch,
+        arguments=init or [],
+        as_json=as_json,
+        script=script,
+        words=given,
+        devices=devices,
+        nodes=nodes,
+        memory=memory,
+        host_memory=host_memory,
+        precision=precision,
+        accelerator=accelerator,
+        optimizer=optimizer,
+        strategies=strategy,
+    )
+    raise typer.Exit(code)
 
 
 def create_plugin(

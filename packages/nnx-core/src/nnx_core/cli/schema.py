@@ -43,6 +43,7 @@ _COMMANDS = {
     "doctor": ("[--strict] --json; exit code 1 where ok is false", "nnx_core.cli.doctor:Diagnosis"),
     "list": ("[--all] --json", "nnx_core.cli.strategies:Listing"),
     "new": ("PATH --json", "nnx_core.cli.new:Printed"),
+    "plan": ("module:Class --json; exit code 1 where no strategy fits", "nnx_core.cli.plan:Planned"),
     "search": ("WORD... --json; exit code 1 where results is empty", "nnx_core.cli.search:Found"),
     "show": ("NAME --json", "nnx_core.cli.strategies:Shown"),
 }

@@ -142,6 +142,7 @@ class StrategySpec:
         options: ``"pkg.module:Dataclass"`` of its options, in a module that does not import torch.
         checkpoint_io: A Lightning CheckpointIO, or a callable without arguments that makes one, to be
             used in place of the strategy's own.
+        memory: ``"pkg.module:Class"`` of the `nnx_core.planning.replay.Replay` that predicts a rank's memory.
 
     Example:
         >>> StrategySpec("fsdp_auto", "nnx_fsdp.backend:FSDPBackend").name
@@ -158,6 +159,7 @@ class StrategySpec:
     api_version: tuple[int, int] = field(default=(1, 0), kw_only=True)
     options: str = field(default="", kw_only=True)
     checkpoint_io: Any = field(default=None, kw_only=True, hash=False)
+    memory: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -165,6 +167,8 @@ class StrategySpec:
             check_reference(self.target, name=self.name, what="target")
         if self.options:
             check_reference(self.options, name=self.name, what="options")
+        if self.memory:
+            check_reference(self.memory, name=self.name, what="memory")
         check_version(self.api_version, name=self.name)
         if not isinstance(self.capabilities, Capabilities):
             raise PluginError(
