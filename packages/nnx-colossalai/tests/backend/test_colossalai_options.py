@@ -11,9 +11,9 @@ import pytest
 
 from nnx_colossalai.model import constraints_of
 from nnx_colossalai.options import ColossalAIOptions
-from nnx_core.options import bytes_of
 from nnx_colossalai.plan.spec import Tier
 from nnx_core.errors import OptionError
+from nnx_core.options import bytes_of
 
 
 def test_listing_the_options_imports_neither_torch_nor_lightning() -> None:
