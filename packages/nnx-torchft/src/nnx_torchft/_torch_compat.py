@@ -11,9 +11,7 @@ from torch.utils.data import DataLoader
 from nnx_base._torch_compat import Private
 
 PRIVATE_NAMES = {
-    "DataLoader._iterator": Private(
-        "a loader with persistent workers may yield batches of an earlier run"
-    ),
+    "DataLoader._iterator": Private("a loader with persistent workers may yield batches of an earlier run"),
 }
 """The private names of torch that this module uses, and what happens where torch lacks one."""
 
