@@ -74,16 +74,18 @@ def train(
 
         def training_step(self, batch: Any, index: int) -> Any:
             rows, x, y = batch
+            loss = (self.net(x) - y).square().mean()
             share = getattr(getattr(self.trainer.strategy, "quorum", None), "share", None)
             note(
                 step=self.trainer.global_step,
                 index=0 if share is None else share.index,
                 of=1 if share is None else share.of,
                 rows=rows.tolist(),
+                loss=float(loss),
             )
             if strategy != "auto":
                 time.sleep(PAUSE)
-            return (self.net(x) - y).square().mean()
+            return loss
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -180,22 +182,22 @@ class Group:
         self.start()
 
 
-def disturb(groups: list[Group], verdict: Verdict, most: int, chance: random.Random) -> None:
-    """Kill groups until the run has ended or enough were killed; then wait for its end."""
-    wanted, due, began = _kind(chance), time.time() + chance.uniform(0.5, 2.5), time.time()
+def disturb(groups: list[Group], verdict: Verdict, kinds: list[str], chance: random.Random) -> None:
+    """Kill groups until the run has ended or no kill is left; then wait for its end."""
+    due, began = time.time() + chance.uniform(0.5, 2.5), time.time()
     while all(group.process.is_alive() for group in groups) and time.time() - began < 600:
         time.sleep(0.002)
         news = {group.name: group.look() for group in groups}
         training = [group for group in groups if group.commits > 2]
-        if sum(verdict.kills.values()) >= most or len(training) < 1 or time.time() < due:
+        if not kinds or not training or time.time() < due:
             continue
-        victim = _victim(groups, training, news, wanted, chance)
+        victim = _victim(groups, training, news, kinds[-1], chance)
         if victim is None:
             continue
         verdict.killed.append(time.time())
         victim.kill()
-        verdict.kills[wanted] += 1
-        wanted, due = _kind(chance), time.time() + chance.uniform(0.3, 1.5)
+        verdict.kills[kinds.pop()] += 1
+        due = time.time() + chance.uniform(0.3, 1.5)
     for group in groups:
         group.process.join(120)
         if group.process.is_alive():
@@ -204,8 +206,12 @@ def disturb(groups: list[Group], verdict: Verdict, most: int, chance: random.Ran
             group.process.join()
 
 
-def _kind(chance: random.Random) -> str:
-    return chance.choices(("step", "heal", "save"), (3, 1, 1))[0]
+def _kinds(kills: int, chance: random.Random) -> list[str]:
+    """Return the moments of all kills in random order: a fifth while healing, and a fifth while saving."""
+    fifth = kills // 5
+    kinds = ["heal"] * fifth + ["save"] * fifth + ["step"] * (kills - 2 * fifth)
+    chance.shuffle(kinds)
+    return kinds
 
 
 def _victim(
@@ -275,6 +281,43 @@ def examine(folder: Path, groups: list[Group], reference: Path, verdict: Verdict
                 verdict.lost.append(f"{folder.name}: {path.name}: {error}")
 
 
+def draw(folder: Path, reference: Path, killed: list[float], file: Path) -> None:
+    """Draw the loss of one run over time, with its groups and the kills, beside the undisturbed loss."""
+    import matplotlib.pyplot as plt
+
+    shares: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
+    for path in folder.glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            if line.endswith("}") and "rows" in (each := json.loads(line)):
+                shares[each["step"]][each["index"]] = each
+    steps = sorted(shares)
+    of = [max(shares[step].values(), key=lambda each: each["time"])["of"] for step in steps]
+    last = [max(each["time"] for each in shares[step].values()) for step in steps]
+    losses = []
+    for step, groups in zip(steps, of, strict=True):
+        used = [each for each in shares[step].values() if each["of"] == groups]
+        losses.append(sum(len(each["rows"]) * each["loss"] for each in used) / BATCH)
+    (path,) = reference.glob("plain.*.jsonl")
+    plain = {
+        each["step"]: each["loss"]
+        for each in map(json.loads, path.read_text().splitlines())
+        if "rows" in each
+    }
+    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 4), height_ratios=(3, 1))
+    seconds = [each - last[0] for each in last]
+    above.plot(seconds, losses, label="groups that are killed")
+    above.plot(seconds, [plain[step] for step in steps], "--", label="one process, at the same step")
+    below.step(seconds, of, where="post")
+    for each in killed:
+        if last[0] <= each <= last[-1]:
+            above.axvline(each - last[0], color="tab:red", linewidth=0.5)
+    above.set(ylabel="loss", title="Kills (red) and the loss")
+    above.legend()
+    below.set(ylabel="groups", xlabel="seconds", ylim=(0.5, max(of) + 0.5))
+    figure.tight_layout()
+    figure.savefig(file)
+
+
 def _is_interrupted(path: Path) -> bool:
     """Return True for a first save that was killed before its commit: nothing was there to keep."""
     return not (path / "manifest.json").exists()
@@ -298,6 +341,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float64", choices=["float32", "float64"])
     parser.add_argument("--heartbeat", type=float, default=1.5, help="seconds without a sign of life")
     parser.add_argument("--timeout", type=float, default=2.0, help="the strategy's group_timeout")
+    parser.add_argument("--picture", type=Path, help="a file for a picture of the first run")
     parser.add_argument("--keep", type=Path, help="a folder for what the groups write")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -320,17 +364,20 @@ def main() -> int:
     plain.start()
     plain.join()
     verdict, chance = Verdict(), random.Random(given.seed)
-    while sum(verdict.kills.values()) < given.kills:
+    kinds = _kinds(given.kills, chance)
+    while kinds:
         run = folder / f"run{verdict.runs}"
         run.mkdir()
         arguments = (given.strategy, str(run), given.dtype, address, run.name, given.timeout)
         groups = [Group(context, f"g{index}", arguments) for index in range(given.groups)]
-        disturb(groups, verdict, given.kills, chance)
+        disturb(groups, verdict, kinds, chance)
         examine(run, groups, reference, verdict)
         verdict.runs += 1
         print(f"run {verdict.runs}: {dict(verdict.kills)} kills, {len(verdict.lost)} losses", flush=True)
         if verdict.lost:
             break
+    if given.picture:
+        draw(folder / "run0", reference, verdict.killed, given.picture)
     return _conclude(verdict, given, folder)
 
 

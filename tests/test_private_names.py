@@ -164,6 +164,7 @@ def objects(tmp_path: Path) -> dict[str, Any]:
     return {
         "Backend.Options": world._get_backend(torch.device("cpu")).options,
         "CompiledFunction": torch.compile(nn.Linear(1, 1).forward),
+        "DataLoader": torch.utils.data.DataLoader([0]),
         "FSDPModule": module,
         "FSDPParam": group.fsdp_params[0],
         "FSDPParamGroup": group,

@@ -166,6 +166,21 @@ def test_gradients_that_are_not_finite_in_one_group_let_no_group_step(run: Run) 
     assert all(ours[name].equal(theirs[name]) and ours[name].isfinite().all() for name in ours)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("precision", "within"),
+    [("32-true", 1e-5), ("bf16-mixed", 3e-2), ("16-mixed", 1e-2), ("bf16-true", 0.3)],
+)
+def test_groups_train_alike_in_every_precision(run: Run, precision: str, within: float) -> None:
+    run = replace(run, precision=precision, pause=0.02, options={"min_groups": 2})
+    first, second = Group(run, "g0"), Group(run, "g1")
+    first.end()
+    second.end()
+    ours, theirs = first.weights(), second.weights()
+    assert all(ours[name].equal(theirs[name]) and ours[name].isfinite().all() for name in ours)
+    assert_equal(first, undisturbed(run), within)
+
+
 def test_groups_that_decide_differently_are_refused(run: Run) -> None:
     run = replace(run, pause=0.02, options={"min_groups": 2}, plateau_of_group=True)
     first, second = Group(run, "g0"), Group(run, "g1")

@@ -17,7 +17,7 @@ def nnx_strategies() -> list[StrategySpec]:
             use_when="machines fail, join or leave while you train, and the model fits on one device",
             docs_url="docs/elastic.md",
             capabilities=Capabilities(
-                precisions=("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"),
+                precisions=("32-true", "64-true", "bf16-true", "16-mixed", "bf16-mixed"),
                 repeated_closures=False,
                 multiple_optimizers=False,
                 manual_optimization=False,

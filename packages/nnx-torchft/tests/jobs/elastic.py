@@ -30,6 +30,7 @@ class Run:
     batch: int = 6
     epochs: int = 3
     pause: float = 0.0
+    precision: str = "64-true"
     workers: int = 0
     accumulate: int = 1
     validate_every: int | None = None
@@ -52,6 +53,7 @@ def train(run: Run, group: str) -> None:
     import nnx
 
     torch.set_num_threads(1)
+    dtype = torch.float64 if run.precision == "64-true" else torch.float32
     notes = (run.folder / f"{group}.{os.getpid()}.jsonl").open("a")
     sys.stderr = sys.stdout = (run.folder / f"{group}.{os.getpid()}.log").open("a", buffering=1)
     os.dup2(sys.stderr.fileno(), 2)
@@ -65,7 +67,7 @@ def train(run: Run, group: str) -> None:
             super().__init__()
             norm = [torch.nn.BatchNorm1d(32)] if run.batch_norm else []
             layers = [torch.nn.Linear(8, 32), *norm, torch.nn.Tanh(), torch.nn.Linear(32, 1)]
-            self.net = torch.nn.Sequential(*layers).double()
+            self.net = torch.nn.Sequential(*layers).to(dtype)
             self.automatic_optimization = not run.manual
 
         def training_step(self, batch: Any, index: int) -> Any:
@@ -94,7 +96,7 @@ def train(run: Run, group: str) -> None:
 
     pl.seed_everything(3, verbose=False)
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(run.samples, 8, generator=generator, dtype=torch.float64)
+    x = torch.randn(run.samples, 8, generator=generator, dtype=dtype)
     data = TensorDataset(torch.arange(run.samples), x, x[:, :1].sin())
 
     class Stream(IterableDataset):  # type: ignore[type-arg]
@@ -119,7 +121,8 @@ def train(run: Run, group: str) -> None:
         accelerator="cpu",
         devices=1,
         max_epochs=run.epochs,
-        precision="64-true",
+        precision=run.precision,
+        gradient_clip_val=0.5,
         accumulate_grad_batches=run.accumulate,
         val_check_interval=run.validate_every,
         limit_val_batches=0 if run.validate_every is None else 1.0,
