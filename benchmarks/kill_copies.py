@@ -50,7 +50,7 @@ class LostError(Exception):
 
 
 def module_of(heavy: bool) -> Any:
-    """A model with dropout, and its data; the heavy one takes more than 200 ms of the processor for a step."""
+    """A model with dropout, and its data; the heavy one takes more than 200 ms for a step."""
     import torch
     from lightning.pytorch import LightningModule
     from torch import nn
@@ -477,8 +477,8 @@ def _line(strategy: str, result: Any) -> str:
             f"{result.seconds:.0f} s"
         )
     return (
-        f"{strategy}: a copy takes {result['processor copy']:.1f} ms of the processor ({result['copy']:.1f} ms "
-        f"by the clock), and the next step waits {result['wait']:.1f} ms for it; a step takes "
+        f"{strategy}: a copy takes {result['processor copy']:.1f} ms of the processor "
+        f"({result['copy']:.1f} ms by the clock), and the next step waits {result['wait']:.1f} ms for it; a step takes "
         f"{result['processor without']:.0f} ms of the processor ({result['step without']:.0f} ms by the "
         f"clock, {result['step with']:.0f} ms with copies)"
     )
