@@ -476,11 +476,13 @@ def _line(strategy: str, result: Any) -> str:
             f"copies, {mean:.1f} steps again on average, {max(result.again, default=0)} at most, "
             f"{result.seconds:.0f} s"
         )
+    copied = f"{result['processor copy']:.1f} ms of the processor ({result['copy']:.1f} ms by the clock)"
+    step = (
+        f"{result['processor without']:.0f} ms of the processor ({result['step without']:.0f} ms by the clock"
+    )
     return (
-        f"{strategy}: a copy takes {result['processor copy']:.1f} ms of the processor "
-        f"({result['copy']:.1f} ms by the clock), and the next step waits {result['wait']:.1f} ms for it; a step takes "
-        f"{result['processor without']:.0f} ms of the processor ({result['step without']:.0f} ms by the "
-        f"clock, {result['step with']:.0f} ms with copies)"
+        f"{strategy}: a copy takes {copied}, and the next step waits {result['wait']:.1f} ms for it; "
+        f"a step takes {step}, {result['step with']:.0f} ms with copies)"
     )
 
 

@@ -91,7 +91,7 @@ def test_memory_that_other_runs_left_is_removed_after_an_hour(tmp_path: Path) ->
 
 def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / f"nnx-{os.geteuid()}").symlink_to(tmp_path)
-    with pytest.raises(CheckpointError, match="is not a directory of this user. Remove it"):
+    with pytest.raises(CheckpointError, match=r"is not a directory of this user\. Remove it"):
         HostMemory(str(tmp_path), "run", 1)
 
 
