@@ -21,6 +21,7 @@ pytestmark = [
 
 SCRIPT = str(Path(__file__).with_name("train.py"))
 STARTUP = str(Path(__file__).parents[1] / "startup")
+PAGE = Path(__file__).parents[2] / "docs" / "memory-checkpoints.md"
 EVERY, STEPS = 3, 24
 JOB = {
     "strategy": "fsdp_auto",
@@ -33,12 +34,14 @@ JOB = {
 
 def start(node: Node, nodes: str, **job: Any) -> Run:
     """Start torchrun on a node; it takes new nodes in, and restarts the processes when one is gone."""
+    lines = PAGE.read_text().replace("\\\n", "").splitlines()
+    command = next(line for line in lines if line.startswith("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun"))
+    command = command.replace("=2:4", f"={nodes}").replace("per-node=8", "per-node=1")
     conf = "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=3"
-    words = [f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-id=memory"]
-    words += ["--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500", f"--rdzv-conf={conf}"]
+    words = [*command.removesuffix(" train.py").split()[2:], f"--rdzv-conf={conf}"]
     env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     env["PYTHONPATH"] = os.pathsep.join([STARTUP, os.environ.get("PYTHONPATH", "")])
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # what `nnx run` sets, too
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     text = json.dumps({**JOB, **job, "nodes": 1})
     return node.start(sys.executable, "-m", "torch.distributed.run", *words, SCRIPT, text, env=env)
 

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from nnx_conformance.pool import WorkerPool
+from nnx_test_helpers.repository import from_repository
 from nnx_test_helpers.training import Run, train
 
 SCRIPT = str(Path(__file__).parents[1] / "jobs" / "memory_script.py")
-NNX_RUN = ["-m", "nnx", "run", "--on", "torchrun", "--devices", "2", "--option", "max_restarts=2", "--"]
+PAGE = from_repository(__file__, "docs/memory-checkpoints.md")
+COMMAND = next(line for line in PAGE.read_text().splitlines() if line.startswith("nnx run"))
+NNX_RUN = ["-m", *COMMAND.replace("--devices 8", "--devices 2").removesuffix(" train.py").split()]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
 
 
