@@ -31,6 +31,8 @@ class ChunkMemory(UnitMemory):
 
     def __init__(self, trace: Trace, world: World, options: Mapping[str, Any] | None = None) -> None:
         own = ColossalAIOptions(**dict(options or {}))
+        if trace.precision.endswith("-mixed"):
+            self.bar = 0.2  # traced with autocast; chunks cast the weights themselves
         units = [unit.name for unit in find_units(trace.module)]
         super().__init__(trace, world, options, units=units[:-1], shards=world.size)
         self.tiers = self._planned(own)

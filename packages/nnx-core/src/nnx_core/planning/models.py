@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from nnx_core._torch_compat import FakeTensor, FakeTensorMode, tree_leaves, tree_map_only
+from nnx_core._torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map_only
 from nnx_core.errors import OptionError
 
 __all__ = [
@@ -49,7 +49,8 @@ def fake_module(mode: FakeTensorMode, module: nn.Module | Callable[[], nn.Module
         module: A module, whose weights are neither copied nor changed, or a function that makes one.
     """
     if not isinstance(module, nn.Module):
-        made = module()
+        with _Zeros():  # type: ignore[no-untyped-call]
+            made = module()
     else:
         tensors = (*module.parameters(), *module.buffers())
         memo: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in tensors}
@@ -61,6 +62,18 @@ def fake_module(mode: FakeTensorMode, module: nn.Module | Callable[[], nn.Module
     if callable(configure):
         configure()
     return made
+
+
+class _Zeros(TorchDispatchMode):
+    """Reads every element as zero, for initializations that draw values until they fit."""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator, unless it reads an element."""
+        if str(func) == "aten._local_scalar_dense.default":
+            return False if args[0].dtype is torch.bool else 0
+        return func(*args, **(kwargs or {}))
 
 
 def convert(module: nn.Module, dtype: torch.dtype) -> None:
