@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ from nnx_core.errors import OptionError
 __all__ = [
     "DTYPES",
     "PRECISIONS",
+    "batch_maker",
     "batch_size",
     "convert",
     "converted_batch",
@@ -64,7 +66,7 @@ def fake_module(mode: FakeTensorMode, module: nn.Module | Callable[[], nn.Module
     return made
 
 
-class _Zeros(TorchDispatchMode):
+class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Reads every element as zero, for initializations that draw values until they fit."""
 
     def __torch_dispatch__(
@@ -121,6 +123,28 @@ def default_batch(module: nn.Module) -> Any:
             remedy="Give the batch of one device: --batch 4x1024, or nnx.plan(module, batch).",
         )
     return next(iter(loaded))
+
+
+def batch_maker(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[nn.Module], Any]:
+    """Return the function from a model to its batch of these shapes."""
+
+    def tensor(module: nn.Module, dtype: str, shape: tuple[int, ...]) -> Any:
+        if not dtype:
+            embeds = any(isinstance(part, nn.Embedding) for part in module.modules())
+            dtype = "int64" if embeds and len(shape) <= 2 else "float32"
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype):
+            raise OptionError(f"torch has no dtype {dtype!r}.", remedy="Write --batch int64:4x1024.")
+        return torch.zeros(shape, dtype=kind)
+
+    def make(module: nn.Module) -> Any:
+        tensors = [tensor(module, dtype, shape) for dtype, shape in shapes]
+        names = inspect.signature(module.forward).parameters
+        if len(tensors) == 1 and not hasattr(module, "training_step") and "input_ids" in names:
+            return {"input_ids": tensors[0]} | ({"labels": tensors[0]} if "labels" in names else {})
+        return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+    return make
 
 
 def batch_size(batch: Any) -> int:
