@@ -146,4 +146,5 @@ class Copies:
     def close(self) -> None:
         """Release the memory; the last process of a finished run on a host removes its copies."""
         atexit.unregister(self.close)
+        self._arena = Arena()
         self.memory.close(finished=self._is_finished)
