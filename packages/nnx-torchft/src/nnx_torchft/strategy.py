@@ -15,6 +15,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
+from nnx_checkpoint.reading.naming import RANKS
 from nnx_core import random_state
 from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import UnsupportedError
@@ -22,6 +23,7 @@ from nnx_core.lightning.namespaces import StrategyOfTrainer
 from nnx_core.lightning.resume.transfer import (
     give_state,
     prepare_batch,
+    progress_of,
     take_state,
     training_loaders,
 )
@@ -182,7 +184,7 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
         self.quorum = Quorum(
             self._options,
             self._identity(),
-            lambda: give_state(self, trainer),
+            lambda: give_state(self, trainer, self._open_step.progress or progress_of(self, trainer)),
             device=self.root_device,
             step=trainer.global_step,
         )
@@ -229,6 +231,8 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
 
     def _begin_step(self) -> None:
         quorum = self._in_quorum()
+        if not self._open_step.progress:
+            self._open_step.progress = progress_of(self, self._trainer)
         if not self._holds_quorum:
             quorum.begin()
         self._holds_quorum = False
@@ -239,7 +243,6 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
                 remedy="Start it again: it heals from them. `nnx run --elastic` does so.",
             )
         rank_zero_only.rank = quorum.share.index  # type: ignore[attr-defined]
-        self._open_step.random_state = random_state.capture()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` on this group's share, and log the state of the groups."""
@@ -293,7 +296,8 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
 
     def _compute_again(self, closure: Callable[[], Any]) -> Any:
         """Compute the gradients of a step again, with the share of a new quorum."""
-        module, began, result = self.lightning_module, self._open_step.random_state, None
+        module, result = self.lightning_module, None
+        began = self._open_step.progress[RANKS][0]["rng"]
         module.zero_grad()
         self._begin_step()
         random_state.restore(began)
@@ -351,12 +355,12 @@ class _Step:
     Attributes:
         batches: The positions of its global batches in the epoch; several while gradients accumulate.
         loaded: The batches themselves, where the groups do not share a loader.
-        random_state: The random state at its beginning.
+        progress: Loops, random state and data position at its beginning.
     """
 
     batches: list[int] = field(default_factory=list)
     loaded: list[Any] = field(default_factory=list)
-    random_state: dict[str, Any] = field(default_factory=dict)
+    progress: dict[str, Any] = field(default_factory=dict)
 
 
 def _seed() -> int:

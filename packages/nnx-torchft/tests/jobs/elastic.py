@@ -122,7 +122,7 @@ def train(run: Run, group: str) -> None:
         devices=1,
         max_epochs=run.epochs,
         precision=run.precision,
-        gradient_clip_val=0.5,
+        gradient_clip_val=None if run.manual else 0.5,
         accumulate_grad_batches=run.accumulate,
         val_check_interval=run.validate_every,
         limit_val_batches=0 if run.validate_every is None else 1.0,

@@ -17,21 +17,27 @@ from nnx_checkpoint.reading.naming import RANKS
 from nnx_core.errors import UnsupportedError
 from nnx_core.lightning.strategy_checkpoint import restore_model
 
-__all__ = ["give_state", "prepare_batch", "take_state", "training_loaders"]
+__all__ = ["give_state", "prepare_batch", "progress_of", "take_state", "training_loaders"]
 
 
-def give_state(strategy: Any, trainer: Any) -> dict[str, Any]:
+def progress_of(strategy: Any, trainer: Any) -> dict[str, Any]:
+    """Return loops, random state and data position at the beginning of a step, for `give_state` inside it."""
+    loops = trainer._checkpoint_connector._get_loops_state_dict()
+    return {"loops": loops, RANKS: [strategy._exact_resume.state(trainer)]}
+
+
+def give_state(strategy: Any, trainer: Any, progress: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the state of a run in CPU memory.
 
     Args:
         strategy: The strategy, of one process, which holds unsharded tensors.
-        trainer: Its Trainer, between two batches of `fit`.
+        trainer: Its Trainer, in a step of `fit` before the optimizer's.
+        progress: The result of `progress_of` at the beginning of the step.
     """
     with torch.no_grad():
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         state: dict[str, Any] = _copied(checkpoint)
-        state[RANKS] = [_copied(strategy._exact_resume.state(trainer))]
-    return state
+    return {**state, **_copied(progress)}
 
 
 def take_state(strategy: Any, trainer: Any, state: dict[str, Any], *, loaders: Sequence[Any]) -> None:
