@@ -24,7 +24,11 @@ from nnx_core.planning.replay import Replay
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -145,7 +149,9 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     row = nnx.plan(Stack, torch.zeros(64, 8), memory="3MB", accelerator="cpu", strategies=["ddp"])["ddp"]
     assert row.largest_batch
     for size, fits in ((row.largest_batch, True), (row.largest_batch + 1, False)):
-        found = nnx.plan(Stack, torch.zeros(size, 8), memory="3MB", accelerator="cpu", strategies=["ddp"])["ddp"]
+        found = nnx.plan(Stack, torch.zeros(size, 8), memory="3MB", accelerator="cpu", strategies=["ddp"])[
+            "ddp"
+        ]
         assert (found.fits != "no") == fits, size
 
 
