@@ -116,6 +116,7 @@ def test_the_trace_counts_what_the_memory_tracker_of_torch_counts() -> None:
         with recorder.step():
             loss = model.training_step(batch, 0)
             ours = recorder.current
+            assert loss.requires_grad  # its graph keeps the activations
         parameters = sum(p.numel() * 4 for p in model.parameters())
     assert ours == theirs["Total"] - parameters
 
