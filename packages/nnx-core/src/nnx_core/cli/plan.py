@@ -20,8 +20,6 @@ from nnx_checkpoint.cli.output import print_json, print_text
 from nnx_core.errors import OptionError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from nnx_core.planning.table import Plan
 
 __all__ = ["Planned", "run"]
@@ -133,10 +131,11 @@ def run(
         words: The arguments of the script.
         settings: Further arguments of `nnx_core.planning.planner.plan`.
     """
+    from nnx_core.planning.models import batch_maker
     from nnx_core.planning.planner import plan
 
     sys.path.insert(0, "")
-    module: nn.Module | Callable[[], nn.Module]
+    module: Any
     if script is not None:
         from nnx_core.lightning.planned_script import stop_at_fit
 
@@ -144,7 +143,7 @@ def run(
     else:
         module, first = _maker(target, arguments), None
     shapes = None if batch is None else parse_batch(batch)
-    found: Plan = plan(module, first if shapes is None else _batch_maker(shapes), **settings)
+    found: Plan = plan(module, first if shapes is None else batch_maker(shapes), **settings)
     if as_json:
         print_json(found.as_dict())
     else:
@@ -153,7 +152,7 @@ def run(
     return 1 if limited and not any(row.fits in ("yes", "tight") for row in found.rows) else 0
 
 
-def _maker(target: str, arguments: Sequence[str]) -> Callable[[], nn.Module]:
+def _maker(target: str, arguments: Sequence[str]) -> Callable[[], Any]:
     """Return the function that makes the model which a target names."""
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
@@ -170,7 +169,7 @@ def _maker(target: str, arguments: Sequence[str]) -> Callable[[], nn.Module]:
         raise OptionError(f"{place!r} has no class {name!r}.", remedy=f"It has {near or 'no class'}.")
     values = _values(arguments)
 
-    def make() -> nn.Module:
+    def make() -> Any:
         try:
             made = found(**values)
         except TypeError as error:
@@ -183,8 +182,7 @@ def _maker(target: str, arguments: Sequence[str]) -> Callable[[], nn.Module]:
             made.use_cache = False
             causal: Any = transformers.AutoModelForCausalLM
             made = causal.from_config(made)
-        model: nn.Module = made
-        return model
+        return made
 
     return make
 
@@ -239,28 +237,3 @@ def parse_batch(text: str) -> list[tuple[str, tuple[int, ...]]]:
             raise OptionError(f"--batch {text!r} is no batch: {part!r} is no shape.", remedy=_EXAMPLE)
         found.append((match["dtype"] or "", tuple(map(int, match["shape"].split("x")))))
     return found
-
-
-def _batch_maker(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[nn.Module], Any]:
-    """Return the function from a model to its batch of these shapes."""
-    import inspect
-
-    import torch
-
-    def tensor(module: nn.Module, dtype: str, shape: tuple[int, ...]) -> Any:
-        if not dtype:
-            embeds = any(isinstance(part, torch.nn.Embedding) for part in module.modules())
-            dtype = "int64" if embeds and len(shape) <= 2 else "float32"
-        kind = getattr(torch, dtype, None)
-        if not isinstance(kind, torch.dtype):
-            raise OptionError(f"torch has no dtype {dtype!r}.", remedy=_EXAMPLE)
-        return torch.zeros(shape, dtype=kind)
-
-    def make(module: nn.Module) -> Any:
-        tensors = [tensor(module, dtype, shape) for dtype, shape in shapes]
-        names = inspect.signature(module.forward).parameters
-        if len(tensors) == 1 and not hasattr(module, "training_step") and "input_ids" in names:
-            return {"input_ids": tensors[0]} | ({"labels": tensors[0]} if "labels" in names else {})
-        return tensors[0] if len(tensors) == 1 else tuple(tensors)
-
-    return make
