@@ -16,7 +16,7 @@ from nnx_core.cli import plan as command
 from nnx_core.cli.schema import schema_of
 from nnx_core.errors import OptionError, StrategyNotFoundError
 from nnx_core.planning.estimate import World
-from nnx_core.planning.planner import trace_module
+from nnx_core.planning.model import trace_module
 from nnx_core.planning.repeat import equal_layers
 from nnx_core.planning.replay import Replay
 

@@ -66,7 +66,7 @@ def fake_module(mode: FakeTensorMode, module: nn.Module | Callable[[], nn.Module
     return made
 
 
-class _Zeros(TorchDispatchMode):
+class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Reads every element as zero, for initializations that draw values until they fit."""
 
     def __torch_dispatch__(
