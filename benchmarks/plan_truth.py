@@ -190,7 +190,7 @@ def predict(model_name: str, strategy: str, world: int, precision: str) -> dict[
     from plan_models import MODELS
 
     from nnx_core.planning.estimate import World
-    from nnx_core.planning.planner import estimator, trace_module
+    from nnx_core.planning.model import estimator, trace_module
 
     model = MODELS[model_name]
     trace = trace_module(model, lambda module: module.batch(), precision=precision, accelerator="cpu")

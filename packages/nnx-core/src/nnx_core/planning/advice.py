@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from nnx_core.names.registry import StrategyRegistry
 from nnx_core.planning.estimate import World
+from nnx_core.planning.model import Model
 from nnx_core.planning.table import Row
-
-if TYPE_CHECKING:
-    from nnx_core.planning.planner import Model
 
 __all__ = ["Advisor"]
 
