@@ -125,28 +125,6 @@ def default_batch(module: nn.Module) -> Any:
     return next(iter(loaded))
 
 
-def batch_maker(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[nn.Module], Any]:
-    """Return the function from a model to its batch of these shapes."""
-
-    def tensor(module: nn.Module, dtype: str, shape: tuple[int, ...]) -> Any:
-        if not dtype:
-            embeds = any(isinstance(part, nn.Embedding) for part in module.modules())
-            dtype = "int64" if embeds and len(shape) <= 2 else "float32"
-        kind = getattr(torch, dtype, None)
-        if not isinstance(kind, torch.dtype):
-            raise OptionError(f"torch has no dtype {dtype!r}.", remedy="Write --batch int64:4x1024.")
-        return torch.zeros(shape, dtype=kind)
-
-    def make(module: nn.Module) -> Any:
-        tensors = [tensor(module, dtype, shape) for dtype, shape in shapes]
-        names = inspect.signature(module.forward).parameters
-        if len(tensors) == 1 and not hasattr(module, "training_step") and "input_ids" in names:
-            return {"input_ids": tensors[0]} | ({"labels": tensors[0]} if "labels" in names else {})
-        return tensors[0] if len(tensors) == 1 else tuple(tensors)
-
-    return make
-
-
 def batch_size(batch: Any) -> int:
     """Return the number of samples: the first dim of the first tensor."""
     sizes = [leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
