@@ -19,6 +19,7 @@ NOT_RUN: list[Entry] = [
         "python3 -m venv .venv",
         "makes an environment; held by tests/test_repository.py, run by CI",
     ),
+    ("README.md", "nnx plan", "plans a model of the reader; docs/planning.md plans one that is there"),
     ("*", "nnx conformance", _CONFORMANCE),
     (
         "docs/writing-a-backend.md",
@@ -42,6 +43,12 @@ NOT_RUN: list[Entry] = [
         "docs/elastic.md",
         "nnx run --elastic",
         "starts groups; packages/nnx-torchft/tests start and kill some",
+    ),
+    ("packages/nnx-torchft/README.md", "nnx run --elastic", "starts groups; the package's tests start some"),
+    (
+        "docs/planning.md",
+        "cd benchmarks",
+        "plans a model of benchmarks/; packages/nnx-core/tests/planning plan others",
     ),
     ("docs/elastic.md", "python benchmarks/kill_ranks.py", "takes minutes; the page has its results"),
     ("docs/machines.md", "ray start", "starts a cluster that stays; tests start theirs"),

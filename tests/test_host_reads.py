@@ -22,8 +22,10 @@ OF_ENGINE = {
         "nnx_nnscaler/buckets.used_elsewhere: tolist": 1,
     },
     "nnscaler": {},
-    "nnx_deepspeed": {USED: 2},  # one of them compares the order of gradients, in a run's first steps only
-    "fairscale": {USED: 1},
+    # One compares the order of gradients, in a run's first steps only; one finds gradients that a step has written.
+    "nnx_deepspeed": {USED: 3},
+    "fairscale_fsdp": {USED: 1},
+    "fairscale": {USED: 2},  # one of them is for gradients that the owner's step has dropped or written
 }
 
 STRATEGIES = [  # every fourth is tried by default

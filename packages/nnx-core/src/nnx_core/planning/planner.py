@@ -62,7 +62,7 @@ def plan(
         >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
         >>> found = plan(model, torch.zeros(4, 64), devices=2, accelerator="cpu", strategies=["ddp"])
         >>> found.rows[0].estimate.peak
-        662576
+        699712
     """
     if precision not in PRECISIONS:
         raise OptionError(

@@ -34,7 +34,7 @@ class Replay:
         >>> from nnx_core.planning.trace import Trace
         >>> trace = Trace(events=(), parameters={"w": Parameter("w", (8, 2), 4, state=128)})
         >>> Replay(trace, World(size=2)).run().peak
-        192
+        256
     """
 
     bar: float = 0.02
