@@ -22,7 +22,7 @@ OF_ENGINE = {
         "nnx_nnscaler/buckets.used_elsewhere: tolist": 1,
     },
     "nnscaler": {},
-    # One compares the order of gradients, in a run's first steps only; one finds gradients that a step has written.
+    # One compares the order of gradients, in a run's first steps only; one finds gradients that a step wrote.
     "nnx_deepspeed": {USED: 3},
     "fairscale_fsdp": {USED: 1},
     "fairscale": {USED: 2},  # one of them is for gradients that the owner's step has dropped or written
