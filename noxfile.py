@@ -93,6 +93,7 @@ assert Train(strategy="ddp", devices=1).run() == ["model", "optimizer"]
 """
 """Trains a loop of Lite."""
 ELASTIC = """
+import tempfile
 import lightning.pytorch as pl
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torchft.coordination import LighthouseServer
@@ -100,8 +101,10 @@ import nnx
 lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
 address = "127.0.0.1:" + lighthouse.address().rpartition(":")[2]
 strategy = nnx.strategy("torchft_ddp", lighthouse=address, run_id="wheels")
-trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=3, logger=False)
-trainer.fit(BoringModel())
+with tempfile.TemporaryDirectory() as root:
+    settings = {"default_root_dir": root, "logger": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=3, **settings)
+    trainer.fit(BoringModel())
 assert trainer.global_step == 3 and trainer.callback_metrics["elastic/groups"] == 1
 """
 """Trains one group of an elastic run."""
