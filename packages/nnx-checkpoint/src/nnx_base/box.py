@@ -55,6 +55,8 @@ class Box:
             >>> Box((0,), (4,)).intersection(Box((3,), (4,)))
             Box(offset=(3,), size=(1,))
         """
+        if self == other:  # the usual case
+            return self if self.numel else None
         start = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
         stop = [
             min(a + m, b + n)

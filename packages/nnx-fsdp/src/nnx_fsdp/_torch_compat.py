@@ -221,8 +221,7 @@ class HeldParameter:
     @property
     def has_gradient_left(self) -> bool:
         """True if the gathered parameter received a gradient after its unit had reduced the others."""
-        gathered = self.gathered
-        return gathered is not None and _GRAD.__get__(gathered) is not None
+        return self.gradient_left is not None
 
     @property
     def has_reduced_gradient(self) -> bool:

@@ -1,4 +1,4 @@
-"""Who trains with whom: the identity of a run, and the names of the groups of a quorum.
+"""Compare the identity of a run over the groups of a quorum, and name the groups.
 
 After every change of the quorum its groups exchange their identities through the quorum's store. A group that
 has not trained yet, and whose identity differs from that of the others, leaves with an error that names the
@@ -103,7 +103,7 @@ class Introduction:
             "trained": self.has_trained,
             "identity": asdict(self._identity),
         }
-        store.set(str(rank), json.dumps({**own, "identity": asdict(self._identity)}))
+        store.set(str(rank), json.dumps(own))
         self._met = [json.loads(store.get(str(other))) for other in range(size)]
         self.groups = {each["id"]: each["name"] for each in self._met}
 

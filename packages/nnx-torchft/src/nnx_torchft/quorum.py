@@ -38,7 +38,7 @@ class LeftBehindError(NnxError, RuntimeError):
 
 @dataclass(slots=True)
 class Counts:
-    """What happened to the groups of a run, as this group saw it.
+    """The events of the groups of a run, as this group saw them.
 
     Attributes:
         groups: The groups of the quorum.
@@ -65,7 +65,7 @@ class Quorum:
     """Joins quorums and reduces gradients over their groups.
 
     Attributes:
-        counts: What happened to the groups.
+        counts: The events of the groups.
         groups: The groups of the quorum: the id of each start, and its name.
         healed: The state that another group sent in `begin`; None without one.
         is_finite: False if the last sums have elements that are not finite, on all groups alike.

@@ -127,9 +127,6 @@ class TensorEntry:
         if isinstance(self.pieces, GroupPieces):
             yield from self.pieces.overlapping(box, prefer)
             return
-        if len(self.pieces) == 1 and self.pieces[0].box == box and box.numel:  # the usual case
-            yield self.pieces[0]
-            return
         for stored, pieces in self.copies.items():
             if stored.intersection(box) is not None:
                 yield next((piece for piece in pieces if piece.file == prefer), pieces[0])

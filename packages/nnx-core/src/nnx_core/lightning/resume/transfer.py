@@ -1,4 +1,4 @@
-"""The state of a running Trainer in memory: hand it to another process, which goes on at the same batch.
+"""Hand the state of a running Trainer to another process, which continues at the same batch.
 
 The state is that of a checkpoint: model, optimizers, schedulers, precision, loops, callbacks, random state
 and the position in the data. It is read between two batches, and taken over right before the first batch of
@@ -15,6 +15,7 @@ import torch
 from nnx_base.shard import Shard
 from nnx_checkpoint.reading.naming import RANKS
 from nnx_core.errors import UnsupportedError
+from nnx_core.lightning.compat import dump_checkpoint
 from nnx_core.lightning.strategy_checkpoint import restore_model
 
 __all__ = ["give_state", "prepare_batch", "progress_of", "take_state", "training_loaders"]
@@ -35,13 +36,12 @@ def give_state(strategy: Any, trainer: Any, progress: dict[str, Any]) -> dict[st
         progress: The result of `progress_of` at the beginning of the step.
     """
     with torch.no_grad():
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        state: dict[str, Any] = _copied(checkpoint)
+        state: dict[str, Any] = _copied(dump_checkpoint(trainer))
     return {**state, **_copied(progress)}
 
 
 def take_state(strategy: Any, trainer: Any, state: dict[str, Any], *, loaders: Sequence[Any]) -> None:
-    """Go on from another process's state; called right before the first batch of a run.
+    """Resume from another process's state (right before the first batch of a run).
 
     Args:
         strategy: The strategy.
@@ -82,7 +82,7 @@ def _do_not_validate_again(loop: Any) -> None:
     """Begin with the next batch: Lightning would otherwise end the batch before it once more."""
     epoch = loop.epoch_loop
     if epoch.batch_progress.current.ready == 0:
-        epoch.restarting = False  # nothing of this epoch to go on from
+        epoch.restarting = False  # this epoch has no batch to resume after
     elif epoch._should_check_val_fx(loop._data_fetcher):
         epoch._batches_that_stepped -= 1  # it counts the batch before once more
 
