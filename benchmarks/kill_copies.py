@@ -172,7 +172,7 @@ def tensors(value: Any) -> Iterator[Any]:
 
 @dataclass
 class Logs:
-    """What the ranks of a run have logged so far."""
+    """The lines that the ranks of a run have logged so far."""
 
     folder: Path
 
@@ -201,7 +201,7 @@ class Logs:
 
 @dataclass
 class Result:
-    """What came of the kills of one strategy."""
+    """The outcome of the kills of one strategy."""
 
     kills: int = 0
     runs: int = 0

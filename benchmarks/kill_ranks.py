@@ -125,7 +125,7 @@ def train(
 
 @dataclass
 class Verdict:
-    """What was found in all runs."""
+    """The findings of all runs."""
 
     runs: int = 0
     kills: Counter[str] = field(default_factory=Counter)

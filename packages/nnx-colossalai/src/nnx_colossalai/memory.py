@@ -34,7 +34,7 @@ class ChunkMemory(UnitMemory):
         if trace.precision.endswith("-mixed"):
             self.bar = 0.2  # traced with autocast; chunks cast the weights themselves
         units = [unit.name for unit in find_units(trace.module)]
-        super().__init__(trace, world, options, units=units[:-1], shards=world.size)
+        super().__init__(trace, world, options, units=units[:-1])
         self.tiers = self._planned(own)
         self.keeps = {name for name, tier in self.tiers.items() if tier is Tier.GATHERED}
         counts = {tier: sum(one is tier for one in self.tiers.values()) for tier in Tier}

@@ -192,7 +192,7 @@ def test_bad_input_is_refused() -> None:
 
 
 def run(target: str, **settings: object) -> int:
-    chosen = {"batch": None, "arguments": [], "as_json": False, "script": None, "words": [], **settings}
+    chosen = {"batch": None, "arguments": {}, "as_json": False, "script": None, "words": [], **settings}
     return command.run(target, accelerator="cpu", strategies=["ddp"], **chosen)  # type: ignore[arg-type]
 
 
@@ -200,7 +200,7 @@ def test_the_command_prints_eighty_columns_and_fails_if_nothing_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     here = f"{__file__}:Stack"
-    assert run(here, batch="16x8", arguments=["layers=6"]) == 0
+    assert run(here, batch="16x8", arguments={"layers": 6}) == 0
     printed = capsys.readouterr().out
     assert "ddp" in printed
     assert max(map(len, printed.splitlines())) <= 80
@@ -232,7 +232,7 @@ def test_the_command_refuses_bad_targets_and_batches() -> None:
         with pytest.raises(OptionError, match="is no batch"):
             run(f"{__file__}:Stack", batch=batch)
     with pytest.raises(OptionError, match="cannot be made"):
-        run(f"{__file__}:Stack", batch="16x8", arguments=["depth=3"])
+        run(f"{__file__}:Stack", batch="16x8", arguments={"depth": 3})
 
 
 def test_a_script_is_planned_at_its_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,8 +86,7 @@ class PartitionMemory(Replay):
 
     def _reduce(self) -> None:
         sent, self._in_bucket = self._in_bucket, 0
-        self.memory.add("communication", sent)
-        self.memory.add("communication", -sent)
+        self.memory.add_briefly("communication", sent)
         keeps = self._options.stage == 1
         kept = sent if keeps else sent // self.world.size
         if not self._options.offload_optimizer:
@@ -110,10 +109,8 @@ class PartitionMemory(Replay):
 
     @override
     def end_step(self) -> None:
-        if self.world.accelerator == "cpu" and self.world.size > 1:  # gloo copies what it gathers
-            complete = self._total * self._itemsize
-            self.memory.add("communication", complete)
-            self.memory.add("communication", -complete)
+        if self.world.size > 1:
+            self.copy_by_gloo(self._total * self._itemsize)
 
 
 class SubmoduleMemory(UnitMemory):
@@ -129,7 +126,6 @@ class SubmoduleMemory(UnitMemory):
             world,
             options,
             units=sorted(units),
-            shards=world.size,
             on_host=own.offload_parameters or own.offload_optimizer,
         )
         self._own = own

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from typing_extensions import override
 
-from nnx_core.planning.estimate import World
 from nnx_core.planning.replay import Replay
-from nnx_core.planning.trace import Parameter, Trace
+from nnx_core.planning.trace import Parameter
 from nnx_core.planning.units import UnitMemory
 
 __all__ = ["FairscaleFSDPMemory", "OSSMemory", "ShardedMemory"]
@@ -19,9 +15,6 @@ class FairscaleFSDPMemory(UnitMemory):
     """A rank of ``fairscale_fsdp``: one unit, unless the user's ``wrap()`` makes more."""
 
     bar = 0.2
-
-    def __init__(self, trace: Trace, world: World, options: Mapping[str, Any] | None = None) -> None:
-        super().__init__(trace, world, options, shards=world.size)
 
 
 class OSSMemory(Replay):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -53,20 +52,13 @@ class RowMemory(Replay):
         return buckets
 
     def _rows(self, parameter: Parameter) -> int:
-        if not parameter.shape:
-            return parameter.nbytes
-        rest = math.prod(parameter.shape[1:])
-        return math.ceil(parameter.shape[0] / self.world.size) * rest * parameter.itemsize
+        return parameter.shard_nbytes(self.world.size)
 
     def _complete(self, bucket: int) -> int:
         return self.world.size * sum(map(self._rows, self._buckets[bucket]))
 
     @override
     def stored(self, parameter: Parameter) -> int:
-        return self._rows(parameter)
-
-    @override
-    def stored_gradient(self, parameter: Parameter) -> int:
         return self._rows(parameter)
 
     @override
@@ -110,13 +102,7 @@ class RowMemory(Replay):
     def _gather(self, bucket: int) -> None:
         complete = self._complete(bucket)
         self.memory.add("communication", complete)
-        self._pass_through(complete)
-
-    def _pass_through(self, nbytes: int) -> None:
-        """Count the copy that gloo makes of a collective's tensor."""
-        if self.world.accelerator == "cpu":
-            self.memory.add("communication", nbytes)
-            self.memory.add("communication", -nbytes)
+        self.copy_by_gloo(complete)
 
     @override
     def save(self, name: str) -> None:
@@ -159,7 +145,7 @@ class RowMemory(Replay):
         self._missing[at].discard(name)
         if not self._missing[at]:
             self.memory.add("gradients", sum(map(self._rows, self._buckets[at])))
-            self._pass_through(self._complete(at))
+            self.copy_by_gloo(self._complete(at))
 
     @override
     def end_backward(self) -> None:
@@ -191,10 +177,6 @@ class SplitMemory(Replay):
 
     @override
     def stored(self, parameter: Parameter) -> int:
-        return parameter.nbytes // self._ranks
-
-    @override
-    def stored_gradient(self, parameter: Parameter) -> int:
         return parameter.nbytes // self._ranks
 
     @override

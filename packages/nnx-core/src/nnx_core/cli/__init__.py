@@ -148,7 +148,7 @@ def plan_run(
     code = run(
         target,
         batch=batch,
-        arguments=init or [],
+        arguments=_values(init or [], "--init"),
         as_json=as_json,
         script=script,
         words=given,
@@ -238,7 +238,7 @@ def start_script(
         raise OptionError("no script is given.", remedy=f"Write `nnx run {what} -- train.py`.")
     if elastic:
         on, devices = "elastic", elastic
-    launcher, unknown = make_launcher(on, _values(options or []))
+    launcher, unknown = make_launcher(on, _values(options or [], "--option"))
     if unknown:
         known = ", ".join(item.name for item in fields(launcher.Options)) or "none"
         raise OptionError(
@@ -251,13 +251,13 @@ def start_script(
     raise typer.Exit(launcher.run_script(words, nodes=nodes, devices=devices))
 
 
-def _values(options: Sequence[str]) -> dict[str, Any]:
-    """Options given as ``name=value``: a value that is JSON is read as JSON, any other is text."""
+def _values(given: Sequence[str], flag: str) -> dict[str, Any]:
+    """Return values that are given as ``name=value``: JSON where a value is JSON, otherwise text."""
     values: dict[str, Any] = {}
-    for text in options:
+    for text in given:
         key, equals, value = text.partition("=")
         if not equals:
-            raise OptionError(f"--option {text!r} has no value.", remedy="Write --option name=value.")
+            raise OptionError(f"{flag} {text!r} has no value.", remedy=f"Write {flag} name=value.")
         try:
             values[key] = json.loads(value)
         except ValueError:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -114,7 +113,7 @@ def run(
     target: str,
     *,
     batch: str | None,
-    arguments: Sequence[str],
+    arguments: Mapping[str, Any],
     as_json: bool,
     script: Path | None,
     words: Sequence[str],
@@ -125,13 +124,13 @@ def run(
     Args:
         target: ``module:Class``, ``file.py:Class``, or empty with a script.
         batch: The shapes of the batch of one device, as text.
-        arguments: Arguments of the class, as ``name=value``.
+        arguments: Arguments of the class.
         as_json: True to print JSON.
         script: A script that calls ``Trainer.fit``.
         words: The arguments of the script.
         settings: Further arguments of `nnx_core.planning.planner.plan`.
     """
-    from nnx_core.planning.models import batch_maker
+    from nnx_core.planning.fakes import batch_maker
     from nnx_core.planning.planner import plan
 
     sys.path.insert(0, "")
@@ -152,7 +151,7 @@ def run(
     return 1 if limited and not any(row.fits in ("yes", "tight") for row in found.rows) else 0
 
 
-def _maker(target: str, arguments: Sequence[str]) -> Callable[[], Any]:
+def _maker(target: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
     """Return the function that makes the model which a target names."""
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
@@ -167,11 +166,10 @@ def _maker(target: str, arguments: Sequence[str]) -> Callable[[], Any]:
     if not callable(found):
         near = ", ".join(key for key, value in vars(owner).items() if isinstance(value, type))[:200]
         raise OptionError(f"{place!r} has no class {name!r}.", remedy=f"It has {near or 'no class'}.")
-    values = _values(arguments)
 
     def make() -> Any:
         try:
-            made = found(**values)
+            made = found(**arguments)
         except TypeError as error:
             raise OptionError(
                 f"{target} cannot be made: {error}.", remedy="Give its arguments with --init name=value."
@@ -205,19 +203,6 @@ def _module(place: str) -> Any:
     sys.modules[path.stem] = loaded
     spec.loader.exec_module(loaded)
     return loaded
-
-
-def _values(arguments: Sequence[str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for text in arguments:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise OptionError(f"--init {text!r} has no value.", remedy="Write --init name=value.")
-        try:
-            values[key] = json.loads(value)
-        except ValueError:
-            values[key] = value
-    return values
 
 
 def parse_batch(text: str) -> list[tuple[str, tuple[int, ...]]]:

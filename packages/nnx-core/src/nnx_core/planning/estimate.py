@@ -135,6 +135,11 @@ class Memory:
             self._peak = self.total
             self._kinds = dict(self.device)
 
+    def add_briefly(self, kind: str, nbytes: int) -> None:
+        """Allocate bytes on the device and free them at once, so that only a peak has them."""
+        self.add(kind, nbytes)
+        self.add(kind, -nbytes)
+
     def add_host(self, nbytes: int) -> None:
         """Allocate bytes in host memory; free them if `nbytes` is negative."""
         self.host += nbytes

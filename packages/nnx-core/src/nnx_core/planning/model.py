@@ -11,7 +11,7 @@ from nnx_core.errors import NnxError
 from nnx_core.names.registry import StrategyRegistry
 from nnx_core.names.spec import import_reference
 from nnx_core.planning.estimate import Estimate, World
-from nnx_core.planning.models import (
+from nnx_core.planning.fakes import (
     DTYPES,
     batch_size,
     convert,

@@ -30,7 +30,7 @@ class FSDPOfLightning(UnitMemory):
     bar = 0.2
 
     def __init__(self, trace: Trace, world: World, options: Mapping[str, Any] | None = None) -> None:
-        super().__init__(trace, world, options, shards=world.size)
+        super().__init__(trace, world, options)
         self.notes.append("one unit: pass auto_wrap_policy to gather layer by layer")
 
 

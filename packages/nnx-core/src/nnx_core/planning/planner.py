@@ -13,8 +13,8 @@ from nnx_core.names.registry import StrategyRegistry
 from nnx_core.options import bytes_of
 from nnx_core.planning.advice import Advisor
 from nnx_core.planning.estimate import World
+from nnx_core.planning.fakes import PRECISIONS, default_batch
 from nnx_core.planning.model import Model
-from nnx_core.planning.models import PRECISIONS, default_batch
 from nnx_core.planning.plain import LIGHTNING
 from nnx_core.planning.table import Plan, Row
 

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from nnx_core._torch_compat import TorchDispatchMode, storage_key, tree_leaves
 from nnx_core.planning.trace import Event, Kind
 
-__all__ = ["Recorder", "bytes_of"]
+__all__ = ["Recorder", "nbytes_of"]
 
 
 class Recorder(TorchDispatchMode):
@@ -184,7 +184,7 @@ def _restore(value: Any) -> Tensor:
     return value.tensor if isinstance(value, _Saved) else value
 
 
-def bytes_of(value: Any) -> int:
+def nbytes_of(value: Any) -> int:
     """Return the bytes of all storages in a nested value, each counted once."""
     found: dict[int, int] = {}
     for leaf in tree_leaves(value):

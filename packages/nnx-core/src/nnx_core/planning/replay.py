@@ -67,7 +67,7 @@ class Replay:
 
     def stored_gradient(self, parameter: Parameter) -> int:
         """Return the bytes of the gradient of a trained parameter, after backward."""
-        return parameter.nbytes
+        return self.stored(parameter)
 
     def stored_state(self, parameter: Parameter) -> int:
         """Return the bytes of a parameter's optimizer state."""
@@ -134,11 +134,15 @@ class Replay:
         sizes = self.stepped()
         cost = self.trace.optimizer
         temporary = cost.temporary(sum(sizes), max(sizes, default=0))
-        self.memory.add("temporary", temporary)
-        self.memory.add("temporary", -temporary)
+        self.memory.add_briefly("temporary", temporary)
 
     def end_step(self) -> None:
         """Called after the optimizer's step."""
+
+    def copy_by_gloo(self, nbytes: int) -> None:
+        """Count the copy that gloo makes of a collective's tensor (on CPU)."""
+        if self.world.accelerator == "cpu":
+            self.memory.add_briefly("communication", nbytes)
 
     @property
     def trained(self) -> list[Parameter]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nnx_core.planning.estimate import Estimate, World
@@ -21,8 +21,7 @@ def size_text(nbytes: int) -> str:
         >>> size_text(3 * 2**29), size_text(2**20), size_text(123)
         ('1.50 GiB', '1.0 MiB', '0.1 KiB')
     """
-    for unit, digits in (("TiB", 2), ("GiB", 2), ("MiB", 1)):
-        size = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20}[unit]
+    for unit, size, digits in (("TiB", 2**40, 2), ("GiB", 2**30, 2), ("MiB", 2**20, 1)):
         if nbytes >= size:
             return f"{nbytes / size:.{digits}f} {unit}"
     return f"{nbytes / 1024:.1f} KiB"
@@ -68,12 +67,9 @@ class Row:
         row = Row(strategy=name, estimate=estimate, limit=f"{kind}, {worst.name}")
         if memory is None:
             return row
-        fits = "no" if estimate.peak > memory else "tight" if estimate.peak > _TIGHT * memory else "yes"
-        return Row(
-            strategy=name,
-            estimate=estimate,
-            limit=row.limit,
-            fits=fits,
+        return replace(
+            row,
+            fits="no" if estimate.peak > memory else "tight" if estimate.peak > _TIGHT * memory else "yes",
             missing=max(estimate.peak - memory, 0),
             largest_batch=largest_batch(estimate, larger, size, memory),
         )
@@ -159,7 +155,7 @@ class Plan:
         planned = [row for row in self.rows if row.estimate is not None]
         width = max((len(row.strategy) for row in planned), default=8)
         lines.append(f"{'STRATEGY':{width}}  {'FITS':5}  {'PEAK':>10}  {'HOST':>9}  {'BATCH':>6}  LIMITED BY")
-        for row in sorted(planned, key=_order):
+        for row in sorted(planned, key=lambda row: ("yes", "", "tight", "no").index(row.fits)):
             lines += _lines(row, width)
         for status in ("no estimate", "no plan", "not installed"):
             names = [row.strategy for row in self.rows if row.status == status]
@@ -168,10 +164,6 @@ class Plan:
         for note in self.notes:
             lines += textwrap.wrap(f"note: {note}", _WIDTH, subsequent_indent="  ")
         return "\n".join(lines)
-
-
-def _order(row: Row) -> tuple[int, int]:
-    return ("yes", "", "tight", "no").index(row.fits), 0
 
 
 def _lines(row: Row, width: int) -> list[str]:

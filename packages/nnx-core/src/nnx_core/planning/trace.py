@@ -7,6 +7,7 @@ the gradients of the step before are there during the forward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -75,15 +76,18 @@ class Parameter:
     @property
     def numel(self) -> int:
         """The number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         """The bytes of all elements."""
         return self.numel * self.itemsize
+
+    def shard_nbytes(self, ranks: int) -> int:
+        """Return the bytes of the largest shard, if ranks share the rows of the first dim."""
+        if not self.shape:
+            return self.nbytes
+        return math.ceil(self.shape[0] / ranks) * math.prod(self.shape[1:]) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx_core._torch_compat import FakeTensorMode, tree_leaves
-from nnx_core.planning.record import Recorder, bytes_of
+from nnx_core.planning.record import Recorder, nbytes_of
 from nnx_core.planning.repeat import NotRepeatableError, Run, equal_layers, repeated, shortened
 from nnx_core.planning.trace import Event, Kind, OptimizerCost, Parameter, Trace
 
@@ -86,22 +86,8 @@ def _trace(step: Step) -> Trace:
             loss.backward()  # type: ignore[no-untyped-call]
         del loss
         events = tuple(recorder.events)
-        trained = {name for name, p in module.named_parameters() if p.grad is not None}
-        cost, state = _optimizer(module, optimizers)
-    return Trace(
-        events=events,
-        parameters={
-            name: Parameter(name, tuple(p.shape), p.element_size(), name in trained, *state.get(p, (0, 0)))
-            for name, p in module.named_parameters()
-        },
-        module=module,
-        buffers=bytes_of(list(module.buffers())),
-        batch=bytes_of(step.batch),
-        batch_size=step.batch_size,
-        optimizer=cost,
-        optimizer_name=", ".join(type(optimizer).__name__ for optimizer in optimizers),
-        precision=step.precision,
-    )
+        traced = _described(step, events, optimizers)
+    return traced
 
 
 def formula_trace(step: Step, reason: str) -> Trace:
@@ -109,23 +95,29 @@ def formula_trace(step: Step, reason: str) -> Trace:
     module = step.module
     for parameter in module.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    optimizers = step.optimizers()
+    described = _described(step, (Event(Kind.PHASE, "backward"),), step.optimizers())
+    note = f"the step could not be traced: {reason} Activations are not counted."
+    return replace(described, source="formula", notes=(note,))
+
+
+def _described(step: Step, events: tuple[Event, ...], optimizers: Sequence[Optimizer]) -> Trace:
+    """Return the trace of a step; a parameter is trained if it has a gradient now."""
+    module = step.module
+    trained = {name for name, p in module.named_parameters() if p.grad is not None}
     cost, state = _optimizer(module, optimizers)
     return Trace(
-        events=(Event(Kind.PHASE, "backward"),),
+        events=events,
         parameters={
-            name: Parameter(name, tuple(p.shape), p.element_size(), p.requires_grad, *state.get(p, (0, 0)))
+            name: Parameter(name, tuple(p.shape), p.element_size(), name in trained, *state.get(p, (0, 0)))
             for name, p in module.named_parameters()
         },
         module=module,
-        buffers=bytes_of(list(module.buffers())),
-        batch=bytes_of(step.batch),
+        buffers=nbytes_of(list(module.buffers())),
+        batch=nbytes_of(step.batch),
         batch_size=step.batch_size,
         optimizer=cost,
         optimizer_name=", ".join(type(optimizer).__name__ for optimizer in optimizers),
         precision=step.precision,
-        source="formula",
-        notes=(f"the step could not be traced: {reason} Activations are not counted.",),
     )
 
 
@@ -148,7 +140,7 @@ def _completed(
         traced,
         events=repeated(traced.events, runs, names_of),
         parameters={name: replace(known[name], name=name) for name, _ in module.named_parameters()},
-        buffers=bytes_of(list(module.buffers())),
+        buffers=nbytes_of(list(module.buffers())),
         layers=tuple((run.container, run.count) for run in runs),
     )
 
@@ -168,8 +160,8 @@ def _optimizer(
     for optimizer in optimizers:
         for parameter, values in optimizer.state.items():
             tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
-            like = sum(bytes_of(t) for t in tensors if t.numel() == parameter.numel() and t.dim())
-            state[parameter] = like, bytes_of(tensors) - like
+            like = sum(nbytes_of(t) for t in tensors if t.numel() == parameter.numel() and t.dim())
+            state[parameter] = like, nbytes_of(tensors) - like
     everything = _temporary(module, optimizers)
     largest = max(stepped, key=lambda p: p.numel() * p.element_size())
     gradients = {p: p.grad for p in stepped}

@@ -7,7 +7,6 @@ computes. The input of a reduce-scatter stays until the next one begins.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -28,7 +27,7 @@ class UnitMemory(Replay):
         world: The ranks.
         options: The options of the strategy.
         units: The names of the units, without the root.
-        shards: The number of ranks that share the parameters.
+        shards: The number of ranks that share the parameters; None for all.
         keeps: The names of the units that stay gathered until backward.
         on_host: True if parameters, gradients and optimizer state are in host memory.
     """
@@ -40,13 +39,14 @@ class UnitMemory(Replay):
         options: Mapping[str, Any] | None = None,
         *,
         units: Iterable[str] = (),
-        shards: int = 1,
+        shards: int | None = None,
         keeps: Iterable[str] = (),
         on_host: bool = False,
     ) -> None:
         super().__init__(trace, world, options)
         self.units: dict[str, list[Parameter]] = {name: [] for name in (*units, "")}
-        self.shards, self.keeps, self.on_host = shards, set(keeps), on_host
+        self.shards = world.size if shards is None else shards
+        self.keeps, self.on_host = set(keeps), on_host
         self._unit_of: dict[str, str] = {}
         for parameter in trace.parameters.values():
             name = self._innermost(parameter.name)
@@ -71,17 +71,10 @@ class UnitMemory(Replay):
 
     def rows(self, parameter: Parameter) -> int:
         """Return the bytes of a rank's padded shard."""
-        if not parameter.shape:
-            return parameter.nbytes
-        first, rest = parameter.shape[0], math.prod(parameter.shape[1:])
-        return math.ceil(first / self.shards) * rest * parameter.itemsize
+        return parameter.shard_nbytes(self.shards)
 
     @override
     def stored(self, parameter: Parameter) -> int:
-        return 0 if self.on_host else self.rows(parameter)
-
-    @override
-    def stored_gradient(self, parameter: Parameter) -> int:
         return 0 if self.on_host else self.rows(parameter)
 
     @override
@@ -131,7 +124,7 @@ class UnitMemory(Replay):
         complete = self._complete(name)
         if self.shards > 1:
             self.memory.add("communication", complete)
-            self._pass_through(complete)
+            self.copy_by_gloo(complete)
         self.memory.add("parameters", complete)
         if self.shards > 1:
             self._drop_flat()
@@ -184,7 +177,7 @@ class UnitMemory(Replay):
             return
         complete = self._complete(following)
         self.memory.add("communication", complete)
-        self._pass_through(complete)
+        self.copy_by_gloo(complete)
         self._ahead = following
 
     @override
@@ -208,15 +201,10 @@ class UnitMemory(Replay):
         self.memory.add("communication", self._sent)
         self.memory.add("gradients", -came)
         self.memory.add("gradients", shard)
-        self._pass_through(self._sent)
+        if self.shards > 1:
+            self.copy_by_gloo(self._sent)
         if self.on_host:
             self.memory.add("gradients", -shard)
-
-    def _pass_through(self, nbytes: int) -> None:
-        """Count the copy that gloo makes of a collective's tensor."""
-        if self.world.accelerator == "cpu" and self.shards > 1:
-            self.memory.add("communication", nbytes)
-            self.memory.add("communication", -nbytes)
 
     @override
     def end_backward(self) -> None:
