@@ -55,6 +55,14 @@ def test_fsdp_auto_shards_the_repeated_blocks_and_the_root(
     assert seen["local"] < seen["total"] / devices + 100
 
 
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_the_last_block_and_the_root_stay_gathered_for_the_backward(
+    pool: WorkerPool, expected: Outcome, reshard: bool | None
+) -> None:
+    seen = _check(pool, expected, Run(options={**BLOCKS, "reshard_after_forward": reshard}))
+    assert seen["gathered"] == {None: ["", UNITS[-1]], True: [], False: UNITS}[reshard]
+
+
 def test_names_of_parameters_do_not_change(pool: WorkerPool, expected: Outcome) -> None:
     options = {**BLOCKS, "activation_checkpointing": Block, "compile": {"backend": "eager"}}
     seen = _check(pool, expected, Run(options=options))

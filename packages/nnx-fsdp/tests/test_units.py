@@ -20,6 +20,12 @@ def test_transformer_layers_are_found_in_encoder_and_decoder() -> None:
         *(f"encoder.layers.{i}" for i in range(2)),
         *(f"decoder.layers.{i}" for i in range(3)),
     ]
+    assert choose_units(model, min_num_params=1000).last is None  # of two stacks
+
+
+def test_the_last_layer_is_the_last_of_one_stack() -> None:
+    assert choose_units(nn.Sequential(*(nn.Linear(400, 400) for _ in range(3)))).last == "2"
+    assert choose_units(nn.Linear(400, 400)).last is None
 
 
 def test_layers_inside_a_unit_are_not_units() -> None:

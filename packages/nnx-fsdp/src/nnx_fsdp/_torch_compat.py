@@ -378,6 +378,21 @@ class Unit:
 
         group.unshard = watched_unshard
         group.wait_for_unshard, group.reshard = watched_wait, watched_reshard
+        self._keep_between_nested_forwards()
+
+    def _keep_between_nested_forwards(self) -> None:
+        """Let ``reshard_after_forward`` count for a root whose step calls the root's forward.
+
+        The end of the inner forward ends FSDP2's state of the outer one, which then reshards in any case.
+        """
+        group, post_forward = self._group, self._group.post_forward
+
+        def post_forward_of_outer(*args: Any) -> Any:
+            if group._training_state.name == "IDLE":
+                group._training_state = type(group._training_state).FORWARD
+            return post_forward(*args)
+
+        group.post_forward = post_forward_of_outer
 
     def keep_when(self, wanted: Callable[[], bool]) -> None:
         """Keep the weights after a backward if `wanted` returns True, until `end_keeping`."""
@@ -411,7 +426,7 @@ class Unit:
 
     def release(self) -> None:
         """Drop all references, after FSDP2 was removed from the module."""
-        for name in ("unshard", "wait_for_unshard", "reshard", "post_backward"):
+        for name in ("unshard", "wait_for_unshard", "reshard", "post_forward", "post_backward"):
             vars(self._group).pop(name, None)
         self.parameters = []
         self._group = None

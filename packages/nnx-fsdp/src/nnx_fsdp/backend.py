@@ -107,13 +107,15 @@ class FSDPBackend(PartsBackend[FSDPOptions]):
 
     def _wrap(self, module: nn.Module, **_: Any) -> nn.Module:
         if not isinstance(module, FSDPModule):
-            self.sharding.shard_unit(ShardedUnit(type(module).__name__, module, self._reshard_units))
+            self.sharding.shard_unit(ShardedUnit(type(module).__name__, module, self._reshard_unit()))
         return module
 
-    @property
-    def _reshard_units(self) -> Reshard:
+    def _reshard_unit(self, name: str = "", choice: UnitChoice | None = None) -> Reshard:
         reshard = self.options.reshard_after_forward
-        return True if reshard is None else reshard
+        if reshard is not None:
+            return reshard
+        # Backward begins with the last layer, so resharding it after forward only adds a gather.
+        return choice is None or name != choice.last
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
         """Shard the chosen units bottom-up, then all other parameters with the root."""
@@ -123,7 +125,7 @@ class FSDPBackend(PartsBackend[FSDPOptions]):
         self._summaries[module] = self._describe(module, choice)
         return self.sharding.shard(
             module,
-            [ShardedUnit(name, unit, self._reshard_units) for name, unit in choice.units],
+            [ShardedUnit(name, unit, self._reshard_unit(name, choice)) for name, unit in choice.units],
             reshard_root=self.options.reshard_after_forward,
         )
 

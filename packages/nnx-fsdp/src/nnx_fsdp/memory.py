@@ -10,9 +10,9 @@ from torch import nn
 from nnx_core.planning.estimate import World
 from nnx_core.planning.trace import Trace
 from nnx_core.planning.units import UnitMemory
-from nnx_fsdp.units import choose_units
+from nnx_fsdp.units import UnitChoice, choose_units
 
-__all__ = ["FSDPMemory", "units_of"]
+__all__ = ["FSDPMemory"]
 
 
 class FSDPMemory(UnitMemory):
@@ -21,24 +21,28 @@ class FSDPMemory(UnitMemory):
     def __init__(self, trace: Trace, world: World, options: Mapping[str, Any] | None = None) -> None:
         options = dict(options or {})
         replicas = options.get("replicate_size") or (world.nodes if options.get("hybrid") else 1)
+        choice = choice_of(trace.module, options)
+        units = [name for name, _ in choice.units]
+        reshard = options.get("reshard_after_forward")
+        last = [choice.last] if choice.last is not None else []
         super().__init__(
             trace,
             world,
             options,
-            units=units_of(trace.module, options),
+            units=units,
+            keeps=last if reshard is None else () if reshard else units,
             shards=max(world.size // replicas, 1),
             on_host=bool(options.get("cpu_offload")),
         )
 
 
-def units_of(module: nn.Module, options: Mapping[str, Any]) -> list[str]:
-    """Return the names of the units of the fsdp_* strategies."""
+def choice_of(module: nn.Module, options: Mapping[str, Any]) -> UnitChoice:
+    """Return the units of the fsdp_* strategies, with the reason for them."""
     if not options.get("auto_wrap", True):
-        return []
-    choice = choose_units(
+        return UnitChoice((), "wrap() in configure_model chose them")
+    return choose_units(
         module,
         policy=options.get("auto_wrap_policy"),
         min_num_params=options.get("min_num_params"),
         by_choice=options.get("by_choice"),
     )
-    return [name for name, _ in choice.units]

@@ -86,7 +86,8 @@ class FSDPOptions:
     reshard_after_forward: bool | int | None = option(
         None,
         help="True reshards parameters after forward, False keeps them gathered until backward (faster, more "
-        "memory), a number reshards to that many ranks. By default True for all units but the root.",
+        "memory), a number reshards to that many ranks. By default True for all units but the last layer "
+        "and the root, which backward needs first.",
         types=(bool, int),
     )
     replicate_size: int | None = option(

@@ -38,6 +38,12 @@ class UnitChoice:
     units: tuple[tuple[str, nn.Module], ...]
     reason: str
 
+    @property
+    def last(self) -> str | None:
+        """The name of the last unit, if all units are layers of one container."""
+        containers = {name.rpartition(".")[0] for name, _ in self.units}
+        return self.units[-1][0] if len(containers) == 1 else None
+
     def describe(self, root: nn.Module) -> str:
         """Return the units and the reason for them, as one clause."""
         total = _count(root)

@@ -65,6 +65,7 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
         self._watch_data = watch_data
         self._in_step = False
         self._forwards: Counter[Unit] = Counter()  # since the last backward
+        self._shared: set[Unit] = set()  # their gathered parameters have the attributes of the sharded ones
         self._assigned: list[ShardedPart] = []
         self._units = list(units)
         self.modules = list(dict.fromkeys(unit.module for unit in self._units))
@@ -103,6 +104,7 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
                 part.tensor = new
                 self._parts[new] = part
                 guard(new, part)
+        self._shared.clear()
 
     def release(self) -> None:
         """Restore the class and attributes of the user's objects, before they get their values."""
@@ -121,6 +123,7 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
         self._differentiated.clear()
         self._own_gradients.clear()
         self._assigned.clear()
+        self._shared.clear()
         self._units.clear()
         self.modules.clear()
 
@@ -216,6 +219,9 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
     def _begin_using(self, unit: Unit) -> None:
         if torch.is_grad_enabled() and current_backward() < 0:
             self._forwards[unit] += 1
+        is_watched = self._is_watched()
+        if unit in self._shared and not is_watched:
+            return
         for held in unit.parameters:
             gathered = held.gathered
             if gathered is not None and gathered.is_inference():
@@ -227,8 +233,9 @@ class Weights(GuardedParameters[ShardedPart, ParameterPart]):
             if gathered is not None and "_part" not in vars(gathered):
                 held.share_attributes(watch_data=self._watch_data)
                 held.gathered_version = gathered._version
-            if gathered is not None and held.gathered_sum is None and self._is_watched():
+            if gathered is not None and held.gathered_sum is None and is_watched:
                 held.gathered_sum = checksum(gathered)
+        self._shared.add(unit)
 
     def _refuse_sparse(self, unit: Unit) -> None:
         for held in unit.parameters:

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import wrap
 from torch.distributed.tensor import DTensor
 
+from nnx_core._torch_compat import state_of
+from nnx_fsdp._torch_compat import param_groups
 from nnx_test_helpers.training import MODELS, Block, Net, Outcome, Run, digest_of, make_trainer, train
 
 T = TypeVar("T")
@@ -22,9 +24,17 @@ class Look(Callback):
 
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {}
+        self.gathered: list[str] = []
+
+    def on_before_backward(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        self.gathered = [
+            name
+            for name, part in module.named_modules()
+            if isinstance(part, FSDPModule) and any(g.is_unsharded for g in param_groups(state_of(part)))
+        ]
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        self.seen = describe(module)
+        self.seen = {"gathered": self.gathered, **describe(module)}
         self.seen["state_devices"] = {
             value.device.type
             for optimizer in trainer.optimizers
