@@ -248,17 +248,20 @@ def test_evaluation_in_every_order_equals_one_process(pool: WorkerPool) -> None:
             Run(options={"auto_wrap_policy": torch.nn.Conv2d}),
             "OptionError: auto_wrap_policy matches no module of Net with at least 0 parameters.",
         ),
-        (Run(options={"auto_wrap_policy": 3}), "OptionError: auto_wrap_policy=3 is of type int."),
         (
-            Run(options={"activation_checkpointing": "Block"}),
-            "OptionError: activation_checkpointing holds 'B', which is not a module class.",
+            Run(options={"auto_wrap_policy": 3}),
+            "OptionError: auto_wrap_policy holds 3, which is not a module class.",
+        ),
+        (
+            Run(options={"activation_checkpointing": "Blok"}),
+            "OptionError: activation_checkpointing names 'Blok'",
         ),
         (
             Run(strategy="fsdp_manual", model="wrapped_tied"),
             "UnsupportedError: a unit shares parameters with modules outside of it: back.weight.",
         ),
     ],
-    ids=["replicate", "no match", "policy type", "not a class", "tied"],
+    ids=["replicate", "no match", "policy type", "no such class", "tied"],
 )
 def test_wrong_options_give_one_clear_error_on_every_rank(pool: WorkerPool, run: Run, message: str) -> None:
     for error in pool.run(fit_error, run, world_size=2):
