@@ -211,8 +211,9 @@ class FSDPBackend(PartsBackend[FSDPOptions]):
         return self._summaries.get(module, "")
 
     def model_state(self, module: nn.Module) -> ModelState:
-        """Return handles on the shards; frees gathered units first."""
-        self.sharding.free(module)
+        """Return handles on the shards; frees gathered units first (in a process that has sharded)."""
+        if self._sharding is not None:
+            self._sharding.free(module)
         return super().model_state(module)
 
 

@@ -129,12 +129,16 @@ def another_batch(before: int, size: int, *, ranks: int, shares: int, accumulate
 
 
 def size_of_loader(loader: Any, batch: Any) -> int | None:
-    """Return the batch size of a loader, whose last batch may be smaller; else the size of the batch."""
-    for owner in (loader, getattr(loader, "batch_sampler", None)):
+    """Return the batch size of a loader, whose last batch may be smaller; else the size of the batch.
+
+    The result is None for a batch sampler without a batch size, whose batches may have several sizes.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    for owner in (loader, sampler):
         size = getattr(owner, "batch_size", None)
         if isinstance(size, int):
             return size
-    return size_of_batch(batch)
+    return size_of_batch(batch) if sampler is None else None
 
 
 def size_of_batch(batch: Any) -> int | None:

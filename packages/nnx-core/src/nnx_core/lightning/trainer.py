@@ -427,6 +427,7 @@ class TrainerAdapter(ParallelProcesses):
         self._follow_optimizers()
         if not self._has_logged:
             self._has_logged, trainer = True, self.lightning_module.trainer
+            self.backend.model_state(self.lightning_module)  # reshard after a forward, as of a summary
             refuse_exchanged(self.lightning_module, self._names, self._optimizers_of_backend)
             batch = next(iter([*args, *kwargs.values()]), None)
             accumulate = trainer.accumulate_grad_batches
