@@ -348,7 +348,7 @@ def test_a_traceback_is_told_in_one_line(text: str, expected: str) -> None:
             "works, although the strategy declares refuses='parametrization_with_parameters'",
         ),
         ("refuseslate_as_declared", "failed", "the loss of batch 0 is"),
-        ("refusesononerank_as_declared", "failed", "rank 0 of 2: "),
+        ("refusesononerank_as_declared", "skipped", "refused, as declared: UnsupportedError: layer 'head'"),
         ("hasnoremedy_as_declared", "failed", "UnsupportedError: layer 'head' is parametrized."),
         ("handson_as_declared", "failed", "IndexError"),
         ("breaks_as_declared", "failed", "RuntimeError: Connection reset by peer"),

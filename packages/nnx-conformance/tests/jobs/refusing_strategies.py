@@ -39,7 +39,7 @@ class RefusesLate(Refuses):
 
 
 class RefusesOnOneRank(Refuses):
-    """Refuses on rank 1; the other rank continues alone and fails when its peer has ended."""
+    """Refuses on rank 1; the other rank then raises an error that says so."""
 
     def is_time(self, module: Any) -> bool:
         return self.context.rank == 1
