@@ -604,5 +604,58 @@ def _start_shifted(b: Faulty) -> None:
 _plant("the last rank begins with other weights", "start", ("other start",), _start_otherwise)
 _plant("a weight is loaded from another slice", "start", ("other start", *SLICE), _start_shifted)
 
-HELD_BACK: frozenset[str] = frozenset()
-"""Faults of kinds that the verdict was not developed with."""
+_DEVELOPED_WITH = frozenset(FAULTS)
+
+
+def _add_noise(b: Faulty) -> None:
+    noise = torch.randn(b.target.grad.shape, generator=torch.Generator().manual_seed(b.rank))
+    b.target.grad.add_(noise * b.target.grad.std())
+
+
+def _accumulate_in_bfloat16(b: Faulty) -> None:
+    state = b.memory.setdefault("sum", torch.zeros_like(b.target, dtype=torch.bfloat16))
+    b.target.grad.copy_(state.zero_().add_(b.target.grad.bfloat16()))
+
+
+_plant(
+    "ranks add their sums to those of their neighbours only",
+    "reduced",
+    MISSING,
+    lambda b: b.vector.grad.copy_(b.local[b.vector] / b.size),
+    "vector",
+)
+_plant(
+    "the bucket of all biases is reduced twice",
+    "reduced",
+    (*TWICE, "factor N"),
+    lambda b: [p.grad.mul_(2) for p in b.parameters if p.dim() == 1],
+    "any",
+)
+_plant("a gradient is accumulated in bfloat16", "reduced", ROUNDED, _accumulate_in_bfloat16)
+_plant("a column of a gradient is lost", "reduced", (*DROPPED, *MASK), lambda b: b.target.grad[:, 3].zero_())
+_plant("noise is added to a gradient", "reduced", ("other value",), _add_noise)
+_plant("a scheduler steps too early", "before", RATE, _set("lr", 0.9, first=2), "any")
+_plant(
+    "a shard is written back at another offset",
+    "after",
+    SLICE,
+    lambda b, before: b.target.copy_(b.target.flatten().roll(5).view_as(b.target)),
+)
+_plant("a layer is frozen by mistake", "before", STALE, lambda b, o: _forget(*b.layer.parameters()), "layer")
+_plant("the loss is averaged over two batches", "loss", FACTOR, lambda b, loss: loss / 2, "any")
+_plant(
+    "the last rank loses its bias in the forward",
+    "start",
+    ("other value", "dropped gradient"),
+    _hook(
+        lambda b, y: (
+            y - b.vector.view(-1, *(1,) * (y.dim() - 2))
+            if b.last and y.dim() == 4
+            else y * 1.0 - (b.vector if b.last and y.dim() < 4 else 0.0)
+        )
+    ),
+    "layer",
+)
+
+HELD_BACK = frozenset(FAULTS) - _DEVELOPED_WITH
+"""Faults that the verdict was not developed with."""

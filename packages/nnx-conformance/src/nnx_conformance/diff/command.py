@@ -57,28 +57,23 @@ def diff(
     others = list(words or [])
     if not a and not b and not target.endswith(".py"):
         raise typer.Exit(_compare_saved(target, others, page, as_json=as_json))
+    sides = {"a": (a, a_options, "", ""), "b": (b, b_options, b_script, b_python)}
+    settings: dict[str, Any] = {"steps": steps, "batches": batches, "outputs": not no_outputs}
+    settings |= {"accelerator": accelerator, "seed": seed, "no_dropout": no_dropout, "limit": _bytes(memory)}
+    result = _run(target, sides, words=others, keep=keep, timeout=timeout, **settings)
+    raise typer.Exit(_print(result, page, as_json=as_json))
+
+
+def _run(target: str, sides: dict[str, tuple[str, list[str] | None, str, str]], **settings: Any) -> Result:
     from nnx_conformance.diff.session import compare_runs
     from nnx_conformance.diff.sides import Side
     from nnx_conformance.options import parse_options
 
-    left = Side.parse(a or "@1", options=parse_options(a_options or []))
-    right = Side.parse(b or "@1", options=parse_options(b_options or []), script=b_script, python=b_python)
-    settings: dict[str, Any] = {"accelerator": accelerator, "seed": seed, "no_dropout": no_dropout}
-    result = compare_runs(
-        target,
-        left,
-        right,
-        words=others,
-        keep=keep,
-        timeout=timeout,
-        progress=print_note,
-        steps=steps,
-        batches=batches,
-        outputs=not no_outputs,
-        limit=_bytes(memory),
-        **settings,
-    )
-    raise typer.Exit(_print(result, page, as_json=as_json))
+    parsed = {
+        name: Side.parse(text or "@1", options=parse_options(options or []), script=script, python=python)
+        for name, (text, options, script, python) in sides.items()
+    }
+    return compare_runs(target, parsed["a"], parsed["b"], progress=print_note, **settings)
 
 
 def _compare_saved(left: str, others: list[str], page: Path | None, *, as_json: bool) -> int:

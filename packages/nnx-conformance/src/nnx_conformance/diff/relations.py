@@ -92,7 +92,7 @@ def sums(case: Case) -> Relation | None:
     fitted = (matrix @ solved).view_as(case.observed)
     if not case.close(fitted, case.observed):
         return None
-    factors = [round(float(value), 3) for value in solved]
+    factors = [round(float(value), 3) + 0.0 for value in solved]  # no -0.0
     if max(factors) - min(factors) < 0.05:
         return None
     missing = [index for index, value in enumerate(factors) if abs(value) < 0.05]
