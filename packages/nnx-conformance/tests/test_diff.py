@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import nnx
+from jobs.diff_scripts import SCRIPTS
 from nnx_base.box import Box
-from nnx_conformance.diff.job import Job, load_state, share_of
+from nnx_conformance.diff.comparison import Comparer
+from nnx_conformance.diff.job import VARIABLE, Job, load_state, share_of
 from nnx_conformance.diff.page import as_page
 from nnx_conformance.diff.record import RecordError, read_run
 from nnx_conformance.diff.recorder import digest_rows
@@ -23,6 +25,7 @@ from nnx_conformance.diff.report import as_dict, as_text
 from nnx_conformance.diff.session import compare_records
 from nnx_conformance.diff.sides import Side
 from nnx_conformance.diff.statistics import measure, total
+from nnx_conformance.diff.worker import run_job
 from nnx_core.cli.schema import schema_of
 from nnx_core.errors import OptionError, UnsupportedError
 
@@ -178,6 +181,43 @@ def test_models_that_differ_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_directory_without_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="recorded nothing"):
         read_run(tmp_path, "a")
+
+
+# Scripts, in this process and on one rank.
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_a_script_is_recorded_without_a_changed_line(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPTS[kind], encoding="utf-8")
+    for name, words in (("a", ()), ("b", ("again",))):
+        job = Job(
+            directory=str(tmp_path / name),
+            capture=str(tmp_path / "captured"),
+            captures=name == "a",
+            script=str(script),
+            words=words,
+            strategy="" if kind == "plain" else "auto",
+        )
+        job.write(tmp_path / f"{name}.json")
+        monkeypatch.setenv(VARIABLE, str(tmp_path / f"{name}.json"))
+        run_job(job)
+    a, b = (read_run(tmp_path / name, name) for name in "ab")
+    compared = Comparer(a, b, None).compare()
+    assert (a.finished, b.finished, compared.finding) == (3, 3, None)
+    assert set(compared.table) >= {"weight", "output", "loss", "gradient", "update"}
+    assert ("clipped" in compared.table) == (kind != "plain")
+
+
+def test_a_script_that_trains_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print(1)", encoding="utf-8")
+    job = Job(directory=str(tmp_path), capture=str(tmp_path), script=str(tmp_path / "train.py"))
+    with pytest.raises(OptionError, match=r"ended without `Trainer.fit`"):
+        run_job(job)
+    with pytest.raises(OptionError, match="there is no script"):
+        run_job(Job(directory="", capture="", script="absent.py"))
 
 
 # Batches and sides.

@@ -75,7 +75,8 @@ class Explainer:
 
     def _loss(self, number: int, index: int, count: int) -> Tensor:
         captured = self._job.data
-        batch = share_of(captured.batches[self._step * captured.accumulate + number], index, count)
+        place = (self._step * captured.accumulate + number) % len(captured.batches)
+        batch = share_of(captured.batches[place], index, count)
         trainer, module = self._trainer, self._module
         batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch), module.device)
         with trainer.precision_plugin.train_step_context():

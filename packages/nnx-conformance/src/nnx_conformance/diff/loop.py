@@ -57,6 +57,7 @@ class LoopRecording:
             },
         )
         torch.manual_seed(self.job.seed + self.share[0])
+        _OPEN.append(self)
 
     def watch_steps(self) -> None:
         """Record before and after each step of the optimizers."""
@@ -78,9 +79,10 @@ class LoopRecording:
         if self.job is None:
             return loader
         self.job.capture_batches(lambda: loader, accumulate=self.job.batches)
-        return self._recorded(Shares(self.job, lambda: self.share))
+        return _Recorded(self, Shares(self.job, lambda: self.share))
 
-    def _recorded(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def recorded(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches, and record each."""
         for batch in batches:
             self._end_batch()
             if self.recorder is not None:
@@ -113,10 +115,18 @@ class LoopRecording:
         self.recorder.end_step(self._optimizers)
         self._was_clipped = False
         if self.recorder.step >= self.job.steps:
-            self.recorder.close()
-            for hook in self._hooks:
-                hook.remove()
+            self.finish()
             raise Done
+
+    def finish(self) -> None:
+        """End the record after the last step."""
+        if self.recorder is not None:
+            self.recorder.close()
+        self.recorder = None
+        for hook in self._hooks:
+            hook.remove()
+        if self in _OPEN:
+            _OPEN.remove(self)
 
     def _end_batch(self) -> None:
         if self._in_batch and self.recorder is not None:
@@ -125,6 +135,31 @@ class LoopRecording:
             for loss in losses:
                 self.recorder.end_batch(loss)
             self._losses, self._in_batch = [], False
+
+
+_OPEN: list[LoopRecording] = []
+"""The recordings of this process that have not ended."""
+
+
+def finish_all() -> bool:
+    """End the records of a script that ended before all steps; return False if there is none with a step."""
+    found = [recording for recording in _OPEN if recording.recorder is not None and recording.recorder.step]
+    for recording in found:
+        recording.finish()
+    return bool(found)
+
+
+class _Recorded:
+    """Batches that are recorded, in each epoch again."""
+
+    def __init__(self, recording: LoopRecording, batches: Shares) -> None:
+        self._recording, self._batches = recording, batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._recording.recorded(self._batches)
 
 
 def record(
@@ -179,9 +214,8 @@ class _Directory(LoopRecording):
 
     def batches(self, loader: Iterable[Any]) -> Iterable[Any]:
         """Yield the loader's batches, and end the record with the last one."""
-        yield from self._recorded(loader)
-        if self.recorder is not None:
-            self.recorder.close()
+        yield from self.recorded(loader)
+        self.finish()
 
 
 def _load(job: Job, module: nn.Module) -> None:
@@ -265,8 +299,11 @@ def patched_fabric(job: Job) -> Iterator[None]:
 class _Moved:
     """Batches on Fabric's device."""
 
-    def __init__(self, fabric: Fabric, batches: Iterable[Any]) -> None:
+    def __init__(self, fabric: Fabric, batches: Any) -> None:
         self._fabric, self._batches = fabric, batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._fabric.to_device, self._batches)

@@ -181,7 +181,7 @@ def read_run(directory: Path, name: str) -> Run:
     if not headers:
         raise RecordError(
             f"the run {name} recorded nothing{': ' + errors[0] if errors else ''}.",
-            remedy=f"Look at the output of its processes in {directory}.",
+            remedy="Pass `--keep DIR`, and look at the output of its processes there.",
         )
     first = headers[min(headers)]
     by_rank = {rank: [line for line in lines[rank] if "step" in line] for rank in headers}

@@ -195,17 +195,19 @@ def tensors_in(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from tensors_in(item, f"{place}[{index}]")
 
 
-def _all_tensors(value: Any) -> Iterator[Tensor]:
+def _all_tensors(value: Any, depth: int = 6) -> Iterator[Tensor]:
+    if depth == 0:  # an object may refer to itself
+        return
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _all_tensors(item)
+            yield from _all_tensors(item, depth - 1)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _all_tensors(item)
+            yield from _all_tensors(item, depth - 1)
     elif hasattr(value, "__dict__"):
-        yield from _all_tensors(vars(value))
+        yield from _all_tensors(vars(value), depth - 1)
 
 
 def size_of(batch: Any) -> int:

@@ -263,7 +263,7 @@ def fit_once(
         loaders = shares
     else:
         vars(model if datamodule is None else datamodule)["train_dataloader"] = _returning(shares)
-    vars(trainer)["callbacks"].append(Recording(job))
+    trainer.callbacks.append(Recording(job))  # type: ignore[attr-defined] # set by its constructor
     _fit(trainer, model, loaders, datamodule=datamodule, ckpt_path=ckpt_path, **kwargs)
 
 

@@ -23,7 +23,7 @@ def run_job(job: Job) -> None:
     """
     from lightning.pytorch import seed_everything
 
-    from nnx_conformance.diff.loop import patched_fabric
+    from nnx_conformance.diff.loop import finish_all, patched_fabric
     from nnx_conformance.diff.trainer import patched_trainer
 
     script = Path(job.script)
@@ -38,6 +38,8 @@ def run_job(job: Job) -> None:
         try:
             runpy.run_path(str(script), run_name="__main__")
         except Done:
+            return
+        if finish_all():
             return
     raise OptionError(
         f"{job.script!r} ended without `Trainer.fit`, `Fabric.setup` or `nnx.record`.",
