@@ -1,8 +1,9 @@
 """The conformance suite tests the promises of strategies in real, warm processes.
 
 `run_conformance` and `nnx conformance` check a strategy, `StrategyConformance` makes the checks pytest tests
-of a plugin, `WorkerPool` runs functions on several ranks. Start reading at `check`; the folder `checks` has
-the checks. Importing this package is light; `StrategyConformance` needs pytest.
+of a plugin, `WorkerPool` runs functions on several ranks. `assert_equal_runs` and `nnx diff` compare two
+runs. Start reading at `check`; the folder `checks` has the checks, and `diff` the comparison of runs.
+Importing this package is light; `StrategyConformance` needs pytest.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nnx_conformance.diff.testing import assert_equal_runs
     from nnx_conformance.pool import JobError, WorkerPool, shared_pool
     from nnx_conformance.runner import run_conformance
     from nnx_conformance.subject import Subject
@@ -21,6 +23,7 @@ __all__ = [
     "StrategyConformance",
     "Subject",
     "WorkerPool",
+    "assert_equal_runs",
     "run_conformance",
     "shared_pool",
 ]
@@ -30,6 +33,7 @@ _HOME = {
     "StrategyConformance": "suite",
     "Subject": "subject",
     "WorkerPool": "pool",
+    "assert_equal_runs": "diff.testing",
     "run_conformance": "runner",
     "shared_pool": "pool",
 }

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nnx_checkpoint.cli.output import print_error, print_json, print_note, print_table, print_text
+from nnx_conformance.options import parse_options
 from nnx_core.errors import OptionError, StrategyNotFoundError, StrategyNotInstalledError
 
 if TYPE_CHECKING:
@@ -110,28 +110,6 @@ def list_checks(*, as_json: bool) -> int:
     return 0
 
 
-def parse_options(options: Sequence[str]) -> dict[str, Any]:
-    """Parse ``name=value`` options; a value that is no Python literal is text.
-
-    Example:
-        >>> parse_options(["min_num_params=100", "state_dict_type=sharded"])
-        {'min_num_params': 100, 'state_dict_type': 'sharded'}
-
-    Raises:
-        OptionError: An option has no ``=``.
-    """
-    parsed = {}
-    for option in options:
-        name, sign, value = option.partition("=")
-        if not sign:
-            raise OptionError(f"--option {option!r} has no value.", remedy="Write --option name=value.")
-        try:
-            parsed[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            parsed[name] = value
-    return parsed
-
-
 def _announcing(count: int) -> Callable[[Check], None]:
     """Return a function to call before each of so many checks."""
     numbers = itertools.count(1)
@@ -193,8 +171,11 @@ def _print_wrapped(text: str) -> None:
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Add the command; the entry point in ``nnx.commands`` replaces nnx-core's placeholder."""
+    """Add the commands; the entry point in ``nnx.commands`` replaces nnx-core's placeholders."""
+    from nnx_conformance.diff.command import diff
+
     app.command("conformance")(check_strategy)
+    app.command("diff")(diff)
 
 
 def check_strategy(

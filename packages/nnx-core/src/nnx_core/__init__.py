@@ -27,6 +27,7 @@ _HOME = {
     "load_from_checkpoint": "nnx_core.lightning.loading",
     "compare_ranks": "nnx_core.lightning.callbacks",
     "plan": "nnx_core.planning.planner",
+    "record": "nnx_conformance.diff.loop",
     "Lite": "nnx_lite",
     "LightningLite": "nnx_lite",
     "NnxError": "nnx_core.errors",
@@ -40,12 +41,13 @@ _HOME = {
 }
 """The module of each public name; `__init__.pyi` has the same for type checkers."""
 
-_OPTIONAL = {"nnx_lite": "nnx-lite"}
+_OPTIONAL = {"nnx_lite": "nnx-lite", "nnx_conformance": "nnx-conformance"}
 """The distribution of each module in `_HOME` that may be absent."""
 
 
 def _is_absent(module: str) -> bool:
-    return module in _OPTIONAL and find_spec(module) is None
+    root = module.partition(".")[0]
+    return root in _OPTIONAL and find_spec(root) is None
 
 
 # Without names that raise: `from nnx import *` reads each of them.
@@ -60,7 +62,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'nnx_core' has no attribute {name!r}")
     if _is_absent(_HOME[name]):
-        raise _not_installed(name, _OPTIONAL[_HOME[name]])
+        raise _not_installed(name, _OPTIONAL[_HOME[name].partition(".")[0]])
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

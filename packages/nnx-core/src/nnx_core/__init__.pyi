@@ -1,5 +1,6 @@
 """The types of nnx-core; `nnx_core.__init__` imports each name on first use."""
 
+from nnx_conformance.diff.loop import record as record
 from nnx_core.backend import Backend as Backend
 from nnx_core.backend import ParallelContext as ParallelContext
 from nnx_core.errors import (

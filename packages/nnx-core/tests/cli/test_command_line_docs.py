@@ -25,7 +25,7 @@ def test_the_page_names_every_verb_and_shows_those_about_names() -> None:
     verbs = {command.name for command in app.registered_commands} | {"ckpt"}
     assert set(re.findall(r"^\| \[?`nnx (\w+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)) == verbs
     shown = {command.split()[0] for command, _ in COMMANDS}
-    assert shown == verbs - {"conformance", "new", "ckpt", "plan"}
+    assert shown == verbs - {"conformance", "diff", "new", "ckpt", "plan"}
 
 
 @pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[command for command, _ in COMMANDS])

@@ -29,6 +29,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command("doctor")(check_installation)
     anything = {"allow_extra_args": True, "ignore_unknown_options": True}
     app.command("conformance", context_settings=anything)(ask_for_conformance)
+    app.command("diff", context_settings=anything)(ask_for_diff)
     app.command("plan")(plan_run)
     app.command("new")(create_plugin)
     app.command("schema")(print_schema)
@@ -40,6 +41,11 @@ def ask_for_conformance() -> None:
     raise NnxError(
         "`nnx conformance` is not installed.", remedy="Install it with `pip install nnx-conformance`."
     )
+
+
+def ask_for_diff() -> None:
+    """Find where two runs, or two checkpoints, begin to differ; needs nnx-conformance."""
+    raise NnxError("`nnx diff` is not installed.", remedy="Install it with `pip install nnx-conformance`.")
 
 
 def complete_strategy(incomplete: str) -> list[str]:

@@ -40,6 +40,10 @@ _COMMANDS = {
         "NAME --json; exit code 1 where ok is false. With --list, the checks",
         "nnx_conformance.report:Printed",
     ),
+    "diff": (
+        "SCRIPT --a SIDE --b SIDE --json; exit code 1 where same is false",
+        "nnx_conformance.diff.report:DiffReport",
+    ),
     "doctor": ("[--strict] --json; exit code 1 where ok is false", "nnx_core.cli.doctor:Diagnosis"),
     "list": ("[--all] --json", "nnx_core.cli.strategies:Listing"),
     "new": ("PATH --json", "nnx_core.cli.new:Printed"),

@@ -98,6 +98,7 @@ PAGES = {
     "docs/options.md": "every option of every strategy: mixed precision, timeout, compile",
     "docs/recipes.md": "recipes: Huggingface and LoRA, vision, GAN, notebook, logging to TensorBoard, SLURM",
     "docs/security.md": "security: untrusted checkpoints, pickle, trust",
+    "docs/diff.md": "compare two runs: first step and tensor that differ, and the kind of fault",
     "docs/divergence.md": "detect and debug ranks that differ or diverge, checksums",
     "docs/writing-a-backend.md": "write a plugin: a strategy or an engine of your own",
 }

@@ -1,0 +1,178 @@
+"""Run both sides from one state on one global batch, compare them, and run again for the culprit."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from nnx_conformance.diff.comparison import Comparer, Comparison, Finding
+from nnx_conformance.diff.job import Job
+from nnx_conformance.diff.record import RecordError, Run, read_run
+from nnx_conformance.diff.sides import Side, run_side
+from nnx_conformance.diff.verdict import Verdict, judge, wanted_whole
+from nnx_core.errors import OptionError
+
+
+@dataclass
+class Result:
+    """The result of a comparison.
+
+    Attributes:
+        a: The first run.
+        b: The second run.
+        compared: The comparison.
+        verdict: The verdict; None if the runs agree as far as they went.
+        notes: Sentences about the runs.
+    """
+
+    a: Run
+    b: Run
+    compared: Comparison
+    verdict: Verdict | None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        """True if both runs finished and agree."""
+        return self.verdict is None and not self.a.error and not self.b.error
+
+
+def compare_runs(
+    script: str,
+    a: Side,
+    b: Side,
+    *,
+    words: Sequence[str] = (),
+    keep: str = "",
+    timeout: float = 600.0,
+    progress: Callable[[str], None] = lambda text: None,
+    **settings: object,
+) -> Result:
+    """Run a script on both sides, and compare the runs.
+
+    Args:
+        script: The script.
+        a: The first side, the reference.
+        b: The second side.
+        words: The arguments of the script.
+        keep: A directory to keep the records in; by default they are deleted.
+        timeout: The seconds that each run may take.
+        progress: Called with what happens now.
+        settings: Further fields of `Job`.
+
+    Raises:
+        RecordError: A run recorded nothing.
+    """
+    with _directory(keep) as place:
+        job = Job(
+            directory="",
+            capture=str(place / "captured"),
+            script=script,
+            words=list(words),
+            **settings,  # type: ignore[arg-type]
+        )
+
+        def run(name: str, side: Side, **changes: object) -> Run:
+            progress(f"{name}: {side}")
+            changed = replace(job, directory=str(place / name), **changes)  # type: ignore[arg-type]
+            return run_side(side, changed, name=str(side), timeout=timeout)
+
+        first = run("a", a, captures=True)
+        notes = [] if first.error == "" else [f"Run a ended early: {first.error}"]
+        twin = _twin(run, a, notes)
+        second = run("b", b)
+        if second.error:
+            notes.append(f"Run b ended early: {second.error}")
+        compared = Comparer(first, second, twin).compare()
+        if compared.finding is None:
+            return Result(first, second, compared, None, notes)
+        wanted = wanted_whole(compared.finding)
+        whole = None
+        if wanted:
+            whole = _run_again(run, a, b, first, second, twin, compared.finding)
+            again = read_run(whole[1], str(b))
+            unlike = Comparer(second, again, None).compare()
+            if _is_its_own(unlike, compared.finding):
+                return Result(first, second, compared, _undetermined(unlike, compared.finding), notes)
+        return Result(first, second, compared, judge(first, second, compared, whole=whole), notes)
+
+
+def compare_records(left: Path, right: Path) -> Result:
+    """Compare the records in two directories, without runs."""
+    a, b = read_run(left, str(left)), read_run(right, str(right))
+    missing = sorted(set(a.facts.get("parameters", ())) ^ set(b.facts.get("parameters", ())))
+    if missing:
+        raise OptionError(
+            f"the models differ: {', '.join(missing[:6])} on one side only.",
+            remedy="Compare runs of one model.",
+        )
+    compared = Comparer(a, b, None).compare()
+    return Result(
+        a, b, compared, judge(a, b, compared), ["Tolerances are those of the precision, not of a twin."]
+    )
+
+
+def _twin(run: Callable[..., Run], a: Side, notes: list[str]) -> Run | None:
+    try:
+        twin = run("twin", a.twin)
+    except RecordError as error:
+        notes.append(f"There is no float64 twin of run a, so tolerances are those of its precision: {error}")
+        return None
+    if twin.error or not twin.finished:
+        notes.append(
+            f"There is no float64 twin of run a, so tolerances are those of its precision: {twin.error}"
+        )
+        return None
+    return twin
+
+
+def _run_again(
+    run: Callable[..., Run],
+    a: Side,
+    b: Side,
+    first: Run,
+    second: Run,
+    twin: Run | None,
+    finding: Finding,
+) -> tuple[Path, Path]:
+    """Record the culprit whole, with what typical faults would give."""
+    wanted = wanted_whole(finding)
+    shares = max(*(count for _, count in second.shares.values()), len(second.shares))
+    explain = (finding.step, finding.kind, finding.origin.name, shares)
+    steps = finding.step + 1
+    again = run("a whole", a if twin is None else a.twin, whole=wanted, explain=explain, steps=steps)
+    other = run("b whole", b, whole=wanted, steps=steps)
+    return again.directory, other.directory
+
+
+def _is_its_own(unlike: Comparison, finding: Finding) -> bool:
+    """Return True if run b differs from itself as early as it differs from run a."""
+    own = unlike.finding
+    return own is not None and own.step <= finding.step
+
+
+def _undetermined(unlike: Comparison, finding: Finding) -> Verdict:
+    own = unlike.finding
+    assert own is not None
+    return Verdict(
+        own.step,
+        own.origin.name,
+        own.kind,
+        "not deterministic",
+        f"of run b differs between two runs of it by {own.origin.size:.2g} of its norm",
+        evidence=[f"Run a and run b differ by {finding.origin.size:.2g} in {finding.origin.name}."],
+    )
+
+
+@contextmanager
+def _directory(keep: str) -> Iterator[Path]:
+    if keep:
+        path = Path(keep)
+        path.mkdir(parents=True, exist_ok=True)
+        yield path.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="nnx-diff-") as made:
+        yield Path(made)
