@@ -63,6 +63,13 @@ class Shard:
         for box, view in zip(self.boxes, self.data, strict=True):
             view.copy_(full[box.slices])
 
+    def copy_from(self, other: Shard) -> None:
+        """Copy another process's shard of the same boxes."""
+        if other.boxes != self.boxes:
+            raise ValueError(f"a shard of {other.boxes} cannot fill {self.boxes}")
+        for view, data in zip(self.data, other.data, strict=True):
+            view.copy_(data)
+
 
 def shard_of(tensor: Tensor) -> Shard:
     """Describe a plain tensor (unsharded) or a DTensor (any placement but partial).

@@ -9,8 +9,9 @@ from typing import Literal
 
 from nnx_core.errors import OptionError
 from nnx_core.options import check_options, option
+from nnx_fsdp.options import FSDPOptions
 
-__all__ = ["GROUP", "LIGHTHOUSE", "RUN", "ElasticOptions"]
+__all__ = ["GROUP", "LIGHTHOUSE", "RUN", "ElasticOptions", "ShardedElasticOptions"]
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """The variable with the address of the lighthouse, torchft's own name."""
@@ -105,3 +106,12 @@ class ElasticOptions:
     def group_name(self) -> str:
         """The name of this group."""
         return self.group or os.environ.get(GROUP, "") or f"{socket.gethostname()}-{os.getpid()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedElasticOptions(ElasticOptions, FSDPOptions):
+    """Options of elastic training, and those of FSDP2 for the processes of a group."""
+
+    def __post_init__(self) -> None:
+        ElasticOptions.__post_init__(self)
+        FSDPOptions.__post_init__(self)
