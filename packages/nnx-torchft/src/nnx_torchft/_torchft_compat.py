@@ -30,10 +30,12 @@ for _name in _LOGGERS:
 os.environ.setdefault("RUST_LOG", "error")  # of its lighthouse and managers
 
 from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL  # noqa: E402
+from torchft.checkpointing import HTTPTransport  # noqa: E402
 from torchft.coordination import LighthouseServer  # noqa: E402
 from torchft.process_group import create_store_client  # noqa: E402
 
 __all__ = [
+    "HTTPTransport",
     "LighthouseServer",
     "Manager",
     "ProcessGroupGloo",

@@ -34,7 +34,8 @@ class ElasticOptions:
     run_id: str = option(
         "",
         help="The name of the run: groups of another run are refused, and a run that has ended does not "
-        "begin again under its name. By default the variable NNX_ELASTIC_RUN, or 'run'.",
+        "begin again under its name. By default the variable NNX_ELASTIC_RUN, which `nnx run --elastic` "
+        "sets. A run without a name is never marked as ended.",
         types=(str,),
     )
     group: str = option(
@@ -99,8 +100,8 @@ class ElasticOptions:
 
     @property
     def run_name(self) -> str:
-        """The name of the run."""
-        return self.run_id or os.environ.get(RUN, "") or "run"
+        """The name of the run; empty without one."""
+        return self.run_id or os.environ.get(RUN, "")
 
     @property
     def group_name(self) -> str:

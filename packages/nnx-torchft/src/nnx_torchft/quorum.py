@@ -25,7 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from nnx_base.ranks import all_gather_object, control_group
 from nnx_core.backend import ParallelContext
 from nnx_core.errors import DisagreementError, NnxError, RankLostError
-from nnx_torchft._torchft_compat import Manager, forget_quorum
+from nnx_torchft._torchft_compat import HTTPTransport, Manager, forget_quorum
 from nnx_torchft.data import Share
 from nnx_torchft.members import Beginning, Identity, Introduction, local_of, new_process_group
 from nnx_torchft.options import ElasticOptions
@@ -103,13 +103,17 @@ class Quorum:
         own = (socket.gethostname(), 0)
         self._store = TCPStore(*own, is_master=True, wait_for_workers=False)
         host, port = all_gather_object((own[0], self._store.port), control_group())[0]
+        self._between = new_process_group(context.device.type, self._introduction, options.group_timeout)
+        timeout = timedelta(seconds=options.group_timeout)
+        self._transport = HTTPTransport(timeout=timeout, num_chunks=0)
         self._manager = Manager(
-            pg=new_process_group(context.device.type, self._introduction, options.group_timeout),
+            pg=self._between,
             load_state_dict=self._receive,
             state_dict=self._send,
             min_replica_size=options.min_groups,
             use_async_quorum=False,
-            timeout=timedelta(seconds=options.group_timeout),
+            checkpoint_transport=self._transport,
+            timeout=timeout,
             quorum_timeout=timedelta(seconds=options.quorum_timeout),
             connect_timeout=timedelta(seconds=options.connect_timeout),
             rank=self._rank,
@@ -268,7 +272,9 @@ class Quorum:
 
     def close(self) -> None:
         """Leave the quorum."""
-        self._manager.shutdown(wait=False)
+        self._manager.shutdown(wait=False)  # an interrupted quorum may take long
+        self._transport.shutdown()
+        self._between.shutdown()
 
 
 def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -20,6 +20,7 @@ from nnx_checkpoint.reading.naming import RANKS
 from nnx_checkpoint.reading.state import as_state_dict
 from nnx_core import random_state
 from nnx_core.errors import UnsupportedError
+from nnx_core.lightning.beginning import batch_facts, first_lines
 from nnx_core.lightning.compat import attached_trainer, averaging_callbacks, training_loaders
 from nnx_core.lightning.namespaces import StrategyOfTrainer
 from nnx_core.lightning.resume.transfer import give_state, prepare_batch, progress_of, take_state
@@ -217,8 +218,13 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
 
     def _log_beginning(self, module: nn.Module, batch: int | None = None, *, accumulate: int = 1) -> None:
         """Log the first lines of the run, with the size of the global batch."""
-        size = batch if self._loader is None else self._loader.batch_size_of_epoch
-        super()._log_beginning(module, size, accumulate=accumulate)
+        if self._loader is None:
+            super()._log_beginning(module, batch, accumulate=accumulate)
+        elif self._rank == 0:
+            facts = batch_facts(self._loader.batch_size_of_epoch, ranks=1, shares=1, accumulate=accumulate)
+            over, layout = self.process_group_backend, self.backend.summary(module)
+            for line in first_lines(self.name, self.backend.context, over=over, layout=layout, batch=facts):
+                log.info(line)
 
     # A step
 
