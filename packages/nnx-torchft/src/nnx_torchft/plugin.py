@@ -35,7 +35,6 @@ def nnx_strategies() -> list[StrategySpec]:
             name="torchft_hsdp",
             target="nnx_torchft.strategy:ShardedTorchftStrategy",
             options="nnx_torchft.options:ShardedElasticOptions",
-            memory="nnx_fsdp.memory:FSDPMemory",
             description="elastic groups of several processes, each sharded as by fsdp_auto",
             use_when="machines fail, join or leave while you train, and the model does not fit on one device",
             docs_url="docs/elastic.md",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 150.0
+TIMEOUT = 400.0
 """Seconds that a test waits for anything."""
 
 
