@@ -129,7 +129,7 @@ class StrategyOfTrainer:
 
 
 def _empty_strategy(cls: type, root: str) -> Any:
-    return object.__new__(_strategy_class_of(cls, root))  # type: ignore[arg-type] # mypy on hashes
+    return object.__new__(_strategy_class_of(cls, root))
 
 
 @cache
