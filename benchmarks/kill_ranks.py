@@ -1,10 +1,13 @@
 """Kills groups of elastic runs at random moments, and compares each run with one that nobody disturbed.
 
     python benchmarks/kill_ranks.py --strategy torchft_ddp --kills 20 --seed 1
+    python benchmarks/kill_ranks.py --strategy torchft_hsdp --groups 2 --ranks 2 --kills 20 --seed 1
 
-Of the kills, a fifth strikes a group while it heals, and a fifth while it saves; a group is always left.
-Every run is compared with one process: the samples of each step, from what the groups wrote before they
-reduced gradients, and the parameters at the end. The exit code is 1 if anything was lost.
+A kill strikes one process, and ends the others of its group, as the launcher does. Of the kills, a fifth
+strikes a group while it heals, and a fifth while it saves; a group is always left. Every run is compared with
+one process: the samples of each step, from what the groups wrote before they reduced gradients, and the
+parameters at the end. The exit code is 1 if anything was lost, or if more steps were computed again than
+processes were killed.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -29,10 +33,26 @@ BATCH, SAMPLES, EPOCHS, PAUSE = 12, 600, 6, 0.04
 """The global batch, the dataset, and the seconds that a step takes at least."""
 
 
-def train(
-    strategy: str, group: str, folder: str, dtype: str, address: str, run: str, timeout: float = 0.0
-) -> None:
-    """Train one group, or the undisturbed process, and write down what it does."""
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The work of each process of a run; by default that of the undisturbed process."""
+
+    folder: str
+    dtype: str
+    strategy: str = "auto"
+    address: str = ""
+    run: str = ""
+    ranks: int = 1
+    timeout: float = 0.0
+
+
+def train(work: Work, group: str, rank: int = 0, port: int = 0) -> None:
+    """Train one process of a group, or the undisturbed one, and write down what it does."""
+    from nnx_core.launch.launcher import variables
+
+    strategy, folder, dtype = work.strategy, work.folder, work.dtype
+    if work.ranks > 1:
+        os.environ.update(variables(rank, nodes=1, devices=work.ranks, address="127.0.0.1", port=port))
     import lightning.pytorch as pl
     import torch
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -101,13 +121,18 @@ def train(
         chosen, saves = "auto", []
     else:
         chosen = nnx.strategy(
-            strategy, lighthouse=address, run_id=run, group=group, group_timeout=timeout, connect_timeout=10.0
+            strategy,
+            lighthouse=work.address,
+            run_id=work.run,
+            group=group,
+            group_timeout=work.timeout,
+            connect_timeout=10.0,
         )
         saves = [ModelCheckpoint(dirpath=f"{folder}/saves", every_n_train_steps=10, save_top_k=-1)]
     trainer = pl.Trainer(
         strategy=chosen,
         accelerator="cpu",
-        devices=1,
+        devices=work.ranks,
         max_epochs=EPOCHS,
         precision="64-true" if dtype == "float64" else "32-true",
         callbacks=[Notes(), *saves],
@@ -120,7 +145,8 @@ def train(
     model = Model()
     trainer.fit(model, DataLoader(data, batch_size=BATCH, sampler=sampler))
     note(ended=trainer.global_step, counts={k: float(v) for k, v in trainer.callback_metrics.items()})
-    torch.save(model.net.state_dict(), Path(folder) / f"{group}.pt")
+    if rank == 0:
+        torch.save(model.net.state_dict(), Path(folder) / f"{group}.pt")
 
 
 @dataclass
@@ -147,23 +173,33 @@ class Verdict:
 
 
 class Group:
-    """One group, whose process is started again after each kill."""
+    """One group, whose processes are started again after each kill."""
 
-    def __init__(self, context: Any, name: str, arguments: tuple[Any, ...]) -> None:
-        self.name, self.folder = name, Path(arguments[1])
-        self._context, self._arguments, self._read = context, arguments, 0
+    def __init__(self, context: Any, name: str, work: Work) -> None:
+        self.name, self.work, self._context = name, work, context
         self.start()
 
     def start(self) -> None:
-        """Start the process."""
-        strategy, *rest = self._arguments
-        self.process = self._context.Process(target=train, args=(strategy, self.name, *rest))
-        self.process.start()
-        self._read, self.commits, self.last = 0, 0, {}
+        """Start the processes."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.processes = [
+            self._context.Process(target=train, args=(self.work, self.name, rank, port))
+            for rank in range(self.work.ranks)
+        ]
+        for process in self.processes:
+            process.start()
+        self._read, self.commits = 0, 0
+
+    @property
+    def is_alive(self) -> bool:
+        """True while all processes live."""
+        return all(process.is_alive() for process in self.processes)
 
     def look(self) -> list[dict[str, Any]]:
-        """Return what the process has written since the last look."""
-        path = self.folder / f"{self.name}.{self.process.pid}.jsonl"
+        """Return what the first process has written since the last look."""
+        path = Path(self.work.folder) / f"{self.name}.{self.processes[0].pid}.jsonl"
         if not path.exists():
             return []
         with path.open() as file:
@@ -175,17 +211,29 @@ class Group:
         self.commits += sum("committed" in each for each in found)
         return found
 
-    def kill(self) -> None:
-        """Kill the process, and start another one."""
-        self.process.kill()
-        self.process.join()
+    def kill(self, rank: int) -> None:
+        """Kill a process, end the others, and start all again."""
+        self.processes[rank].kill()
+        self.processes[rank].join()
+        self.end()
         self.start()
+
+    def end(self, timeout: float = 0.0) -> bool:
+        """Wait for the processes; kill them after a time, and return False then."""
+        until = time.time() + timeout
+        for process in self.processes:
+            process.join(max(0.0, until - time.time()))
+        ended = not any(process.is_alive() for process in self.processes)
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return ended
 
 
 def disturb(groups: list[Group], verdict: Verdict, kinds: list[str], chance: random.Random) -> None:
     """Kill groups until the run has ended or no kill is left; then wait for its end."""
     due, began = time.time() + chance.uniform(0.5, 2.5), time.time()
-    while all(group.process.is_alive() for group in groups) and time.time() - began < 600:
+    while all(group.is_alive for group in groups) and time.time() - began < 600:
         time.sleep(0.002)
         news = {group.name: group.look() for group in groups}
         training = [group for group in groups if group.commits > 2]
@@ -195,15 +243,12 @@ def disturb(groups: list[Group], verdict: Verdict, kinds: list[str], chance: ran
         if victim is None:
             continue
         verdict.killed.append(time.time())
-        victim.kill()
+        victim.kill(chance.randrange(len(victim.processes)))
         verdict.kills[kinds.pop()] += 1
         due = time.time() + chance.uniform(0.3, 1.5)
     for group in groups:
-        group.process.join(120)
-        if group.process.is_alive():
-            verdict.lost.append(f"{group.folder.name}: {group.name} does not end")
-            group.process.kill()
-            group.process.join()
+        if not group.end(120):
+            verdict.lost.append(f"{group.work.run}: {group.name} does not end")
 
 
 def _kinds(kills: int, chance: random.Random) -> list[str]:
@@ -228,25 +273,25 @@ def _victim(
     return None
 
 
-def examine(folder: Path, groups: list[Group], reference: Path, verdict: Verdict) -> None:
-    """Compare a run with the undisturbed one."""
-    import torch
-
-    from nnx_checkpoint import open_checkpoint
-
+def examine(folder: Path, groups: list[Group], reference: Path, verdict: Verdict, *, kills: int) -> None:
+    """Compare a run with the undisturbed one, and its steps that were computed again with its kills."""
     true = _steps(reference)
     notes = [
         [json.loads(line) for line in p.read_text().splitlines() if line.endswith("}")]
         for p in folder.glob("*.jsonl")
     ]
+    again: set[tuple[int, int]] = set()
     shares: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(dict)
     committed: dict[int, set[int]] = defaultdict(set)
     for process in notes:
         attempts: dict[int, Any] = {}
+        tries: Counter[int] = Counter()
         last: float | None = None
         for each in process:
             if "rows" in each:
-                verdict.again += each["step"] in attempts
+                if tries[each["step"]]:
+                    again.add((each["step"], tries[each["step"]]))
+                tries[each["step"]] += 1
                 attempts[each["step"]] = each
                 shares[each["step"], each["of"]][each["index"]] = each["rows"]
             elif "committed" in each:
@@ -263,6 +308,18 @@ def examine(folder: Path, groups: list[Group], reference: Path, verdict: Verdict
         if len(seen) != 1 or seen[0] != sorted(rows):
             verdict.lost.append(f"{folder.name}: step {step} trained {seen} and not {sorted(rows)}")
     verdict.steps += len(true)
+    verdict.again += len(again)
+    if len(again) > kills:
+        verdict.lost.append(f"{folder.name}: {len(again)} steps were computed again after {kills} kills")
+    _compare_ends(folder, groups, reference, verdict)
+
+
+def _compare_ends(folder: Path, groups: list[Group], reference: Path, verdict: Verdict) -> None:
+    """Compare the weights at the end of a run with those of the undisturbed one, and open its checkpoints."""
+    import torch
+
+    from nnx_checkpoint import open_checkpoint
+
     weights = torch.load(reference / "plain.pt")
     ended = [
         torch.load(folder / f"{group.name}.pt") for group in groups if (folder / f"{group.name}.pt").exists()
@@ -329,21 +386,26 @@ def _steps(folder: Path) -> dict[int, list[int]]:
     return {each["step"]: each["rows"] for each in notes if "rows" in each}
 
 
-def main() -> int:
-    """Run the benchmark."""
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--strategy", default="torchft_ddp", choices=["torchft_ddp"])
+    parser.add_argument("--strategy", default="torchft_ddp", choices=["torchft_ddp", "torchft_hsdp"])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1, help="the processes of a group")
     parser.add_argument("--dtype", default="float64", choices=["float32", "float64"])
     parser.add_argument("--heartbeat", type=float, default=1.5, help="seconds without a sign of life")
     parser.add_argument("--timeout", type=float, default=2.0, help="the strategy's group_timeout")
     parser.add_argument("--picture", type=Path, help="a file for a picture of the first run")
     parser.add_argument("--keep", type=Path, help="a folder for what the groups write")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the benchmark."""
+    given = _arguments()
     os.environ["OMP_NUM_THREADS"] = "1"
     from nnx_torchft._torchft_compat import LighthouseServer
 
@@ -360,7 +422,8 @@ def main() -> int:
     folder = given.keep or Path(tempfile.mkdtemp())
     reference = folder / "reference"
     reference.mkdir(parents=True)
-    plain = context.Process(target=train, args=("auto", "plain", str(reference), given.dtype, "", ""))
+    undisturbed = Work(folder=str(reference), dtype=given.dtype)
+    plain = context.Process(target=train, args=(undisturbed, "plain"))
     plain.start()
     plain.join()
     verdict, chance = Verdict(), random.Random(given.seed)
@@ -368,10 +431,19 @@ def main() -> int:
     while kinds:
         run = folder / f"run{verdict.runs}"
         run.mkdir()
-        arguments = (given.strategy, str(run), given.dtype, address, run.name, given.timeout)
-        groups = [Group(context, f"g{index}", arguments) for index in range(given.groups)]
+        work = Work(
+            folder=str(run),
+            dtype=given.dtype,
+            strategy=given.strategy,
+            address=address,
+            run=run.name,
+            ranks=given.ranks,
+            timeout=given.timeout,
+        )
+        groups = [Group(context, f"g{index}", work) for index in range(given.groups)]
+        before = len(verdict.killed)
         disturb(groups, verdict, kinds, chance)
-        examine(run, groups, reference, verdict)
+        examine(run, groups, reference, verdict, kills=len(verdict.killed) - before)
         verdict.runs += 1
         print(f"run {verdict.runs}: {dict(verdict.kills)} kills, {len(verdict.lost)} losses", flush=True)
         if verdict.lost:
@@ -386,7 +458,7 @@ def _conclude(verdict: Verdict, given: argparse.Namespace, folder: Path) -> int:
     print(
         f"runs {verdict.runs}, kills {dict(verdict.kills)}, steps {verdict.steps}, samples {verdict.samples}"
     )
-    print(f"steps computed again {verdict.again}")
+    print(f"steps computed again {verdict.again}, at most one for each of {len(verdict.killed)} kills")
     print(
         f"largest difference of a parameter to one process {verdict.difference:.1e} "
         f"({given.dtype}, at most {bound:g})"

@@ -10,9 +10,13 @@ A test marked `full` lets every cell resume every checkpoint.
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from importlib.util import find_spec
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -45,20 +49,28 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "nnscaler_hybrid": {"strategy": "nnscaler_hybrid"},
     "colossalai": {"strategy": "colossalai", "options": {**FSDP, "tiers": TIERS}},
     "colossalai_cpu": {"strategy": "colossalai_cpu", "options": FSDP},
+    "torchft_ddp": {"strategy": "torchft_ddp"},
+    "torchft_hsdp": {"strategy": "torchft_hsdp", "options": FSDP},
 }
 ELEMENTWISE = ("model_parallel",)
 """Strategies that cannot step Muon and Adafactor, which look at whole matrices, rows and columns."""
 WHOLE = ("fsdp_auto", "nnscaler_zero", "ddp", "colossalai", "nnscaler_tp", "fsdp_offload")
 """A round of strategies that resume states of whole matrices of one another, each the next one's and back."""
+ONE_OPTIMIZER = ("torchft_ddp", "torchft_hsdp")
+"""Strategies that cannot step several optimizers."""
 Cell = tuple[str, int]
 """A strategy and its world size."""
 
 
 def sizes_of(strategy: str) -> tuple[int, ...]:
-    """World sizes at which a strategy runs; hybrids need pairs."""
+    """World sizes at which a strategy runs; hybrids need pairs, and torchft_ddp has groups of one process."""
+    if strategy == "torchft_ddp":
+        return (1,)
     return (2, 4) if strategy in ("fsdp_hybrid", "nnscaler_hybrid") else (1, 2, 3, 4)
 
 
+if find_spec("torchft") is None:
+    STRATEGIES = {name: given for name, given in STRATEGIES.items() if name not in ONE_OPTIMIZER}
 CELLS: list[Cell] = [(name, devices) for name in STRATEGIES for devices in sizes_of(name)]
 
 
@@ -109,8 +121,8 @@ TARGETS = few_targets()
 class Matrix:
     """Runs each saving cell once and keeps its checkpoint."""
 
-    def __init__(self, pool: WorkerPool, folder: Path) -> None:
-        self.pool, self.folder = pool, folder
+    def __init__(self, pool: WorkerPool, folder: Path, lighthouse: str) -> None:
+        self.pool, self.folder, self.lighthouse = pool, folder, lighthouse
         self.saved = lru_cache(maxsize=None)(self._save)
         self.converted = lru_cache(maxsize=None)(self._convert)
 
@@ -119,6 +131,11 @@ class Matrix:
         given = dict(STRATEGIES[name])
         if name.startswith("nnscaler"):
             given["options"] = {**given.get("options", {}), "gen_savedir": str(self.folder / "gen")}
+        if name.startswith("torchft"):
+            own = {"lighthouse": self.lighthouse, "run_id": uuid.uuid4().hex}
+            given["options"] = {**given.get("options", {}), **own}
+        if optimizers == 1:
+            return Run(devices=devices, steps=STEPS, groups=2, **given, **more)
         return Run(devices=devices, steps=STEPS, optimizer="mixed", optimizers=optimizers, **given, **more)
 
     def _save(self, cell: Cell, optimizers: int) -> tuple[Path, Seen]:
@@ -136,6 +153,7 @@ class Matrix:
 
     def check(self, source: Cell, target: Cell, optimizers: int) -> None:
         """Resume a source's checkpoint under another strategy or world size."""
+        optimizers = 1 if {source[0], target[0]} & set(ONE_OPTIMIZER) else optimizers
         _, saved = self.saved(source, optimizers)
         for seen in self._resumed(source, target, optimizers):
             assert seen.weights == saved.weights, f"weights differ in {target}"
@@ -151,8 +169,28 @@ class Matrix:
 
 
 @pytest.fixture(scope="module")
-def matrix(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(pool, tmp_path_factory.mktemp("matrix"))
+def matrix(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
+    with lighthouse() as address:
+        yield Matrix(pool, tmp_path_factory.mktemp("matrix"), address)
+
+
+@contextmanager
+def lighthouse() -> Iterator[str]:
+    """Start the lighthouse of elastic runs, and return its address; empty without torchft."""
+    if find_spec("torchft") is None:
+        yield ""
+        return
+    from nnx_torchft._torchft_compat import LighthouseServer
+
+    server = LighthouseServer(
+        bind="127.0.0.1:0",
+        min_replicas=1,
+        join_timeout_ms=30_000,
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=2000,
+    )
+    yield f"127.0.0.1:{server.address().rpartition(':')[2]}"
+    server.shutdown()
 
 
 @pytest.mark.quick(every=28)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,17 @@ def test_a_finished_run_is_refused_and_another_is_not(tmp_path: Path) -> None:
     Mark(str(tmp_path), "two").refuse_finished()
 
 
+@pytest.mark.parametrize("name", ["torchft.manager", "torchft_commits", "torchft_quorums"])
+def test_the_own_lines_of_torchft_are_shown_on_demand(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        logging.getLogger(name).info("should_commit=True")
+        logging.getLogger("nnx.torchft").info("elastic: step 1")
+    assert [record.message for record in caplog.records if record.name == name] == []
+    with caplog.at_level(logging.DEBUG, "nnx.torchft"), caplog.at_level(logging.INFO):
+        logging.getLogger(name).info("should_commit=True")
+    assert [record.message for record in caplog.records if record.name == name] == ["should_commit=True"]
+
+
 def test_the_launcher_checks_what_it_gets() -> None:
     with pytest.raises(OptionError, match="is of a run whose name is not given"):
         make_launcher("elastic", {"lighthouse": "a:1"})
@@ -94,6 +106,41 @@ def test_the_launcher_checks_what_it_gets() -> None:
         launcher.run_script(["true"], nodes=2, devices=1)
     with pytest.raises(LaunchError, match="starts scripts"):
         launcher.run(None)  # type: ignore[arg-type]
+
+
+def test_a_process_that_dies_takes_its_group_with_it_and_all_start_again(tmp_path: Path) -> None:
+    script = tmp_path / "process.py"
+    script.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "group, rank = os.environ['NNX_ELASTIC_GROUP'], os.environ['RANK']\n"
+        "starts = pathlib.Path(f'{group}.{rank}.starts')\n"
+        "starts.write_text(starts.read_text() + '.' if starts.exists() else '.')\n"
+        "assert os.environ['WORLD_SIZE'] == os.environ['LOCAL_WORLD_SIZE'] == '2'\n"
+        "if len(starts.read_text()) == 1:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL) if rank == '1' else time.sleep(100)\n"
+        "others = pathlib.Path('.').glob('*.0.starts')\n"
+        "while any(len(other.read_text()) < 2 for other in others): time.sleep(0.1)\n"
+    )
+    command = [sys.executable, "-c", "from nnx_checkpoint.cli.command import main; main()", "run"]
+    ended = subprocess.run(
+        [*command, "--elastic", "2", "--devices", "2", "--", str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout.count("died with -9; starting it again")) == (0, 2), ended
+    starts = {path.name.partition(".")[2]: path.read_text() for path in tmp_path.glob("*.starts")}
+    assert set(starts.values()) == {".."}
+    shown = subprocess.run(
+        [*command, "--elastic", "2", "--devices", "2", "--dry-run", "--", "x.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "# 2 groups of 2 processes, lighthouse: a new one" in shown.stdout
 
 
 def test_the_command_starts_dead_groups_again_and_gives_up_after_errors(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,6 +101,9 @@ def run_cell(run: Run, step: int) -> Seen:
     module = MODELS[run.model](run)
     snapshot = Snapshot(step, run.save)
     plugins = [nnx.CheckpointIO()] if run.strategy.startswith(("ddp", "auto")) else None
-    trainer = make_trainer(run, callbacks=[snapshot], plugins=plugins)
+    own: dict[str, Any] = {}
+    if run.strategy.startswith("torchft"):  # it marks the end of a run there
+        own["default_root_dir"] = Path(run.save or run.resume or "").parent
+    trainer = make_trainer(run, callbacks=[snapshot], plugins=plugins, **own)
     trainer.fit(module, ckpt_path=run.resume)
     return Seen(*snapshot.seen, module.losses)

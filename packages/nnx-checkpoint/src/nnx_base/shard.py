@@ -11,15 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from nnx_base._torch_compat import local_mode
 from nnx_base.box import Box, boxes_of_range
 
 __all__ = ["Box", "Shard", "shard_of", "shard_of_range"]
+
+_boxes: WeakKeyDictionary[DeviceMesh, dict[Any, Box]] = WeakKeyDictionary()
+"""The boxes of a mesh by shape, placements and coordinate: another world may have an equal mesh."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +69,13 @@ class Shard:
         for box, view in zip(self.boxes, self.data, strict=True):
             view.copy_(full[box.slices])
 
+    def copy_from(self, other: Shard) -> None:
+        """Copy another process's shard of the same boxes."""
+        if other.boxes != self.boxes:
+            raise ValueError(f"a shard of {other.boxes} cannot fill {self.boxes}")
+        for view, data in zip(self.data, other.data, strict=True):
+            view.copy_(data)
+
 
 def shard_of(tensor: Tensor) -> Shard:
     """Describe a plain tensor (unsharded) or a DTensor (any placement but partial).
@@ -88,13 +101,27 @@ def _shard_of(tensor: Tensor) -> Shard:
         return Shard(shape, dtype, (), ())
     if not isinstance(tensor, DTensor):
         return Shard(shape, dtype, (Box.whole(shape),), (tensor.detach(),))
-    chunk = tensor.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]
-    box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    box = _box_of(tensor)
     if box.numel == 0 and tensor.numel() > 0:
         return Shard(shape, dtype, (), ())
     with torch.no_grad():  # with grad, `to_local` is a node of autograd, and four times as slow
         local = tensor.to_local()
     return Shard(shape, dtype, (box,), (local.detach(),))
+
+
+def _box_of(tensor: DTensor) -> Box:
+    """Return the box of this rank, from the first tensor of its shape and placements.
+
+    Torch takes longer to compute it than everything else in a description, and a copy to memory describes
+    all tensors every few steps.
+    """
+    mesh = tensor.device_mesh
+    place = (tuple(tensor.shape), tensor.placements, tuple(mesh.get_coordinate() or ()))
+    known = _boxes.setdefault(mesh, {})
+    if place not in known:
+        chunk = tensor.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]
+        known[place] = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    return known[place]
 
 
 def shard_of_range(flat: Tensor, *, shape: Sequence[int], start: int) -> Shard:

@@ -127,6 +127,11 @@ class PartsBackend(Backend[OptionsT]):
         with self.local(), stepping(self._states.of(optimizer)):
             return self._owner_ranks.describe(module, optimizer)
 
+    def own_optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
+        """Handles on the state that this rank holds, without communication."""
+        with self.local(), stepping(self._states.of(optimizer)):
+            return self._owner_ranks.describe(module, optimizer, alone=True)
+
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
         """Restore the shards that this rank holds, and the state of parameters that it owns."""
         with self.local(), stepping(self._states.of(optimizer)):

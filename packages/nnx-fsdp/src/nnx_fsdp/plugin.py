@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from nnx_core import Capabilities, StrategySpec, hookimpl
 
-_CAPABILITIES = Capabilities(
+__all__ = ["CAPABILITIES", "nnx_strategies"]
+
+CAPABILITIES = Capabilities(
     accelerators=("cpu", "cuda"),
     precisions=("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"),
     shards_parameters=True,
@@ -34,7 +36,7 @@ def _spec(
     description: str,
     use_when: str,
     *,
-    capabilities: Capabilities = _CAPABILITIES,
+    capabilities: Capabilities = CAPABILITIES,
     **init_params: object,
 ) -> StrategySpec:
     return StrategySpec(
@@ -63,14 +65,14 @@ def nnx_strategies() -> list[StrategySpec]:
             "fsdp_manual",
             "FSDP2 of the units that you wrap() in configure_model",
             "the model must be built and sharded layer by layer, or the automatic choice does not suit",
-            capabilities=replace(_CAPABILITIES, manual_wrap=True),
+            capabilities=replace(CAPABILITIES, manual_wrap=True),
             auto_wrap=False,
         ),
         _spec(
             "fsdp_offload",
             "FSDP2 with parameters and optimizer in host memory",
             "the model does not fit the devices even when sharded, and host memory is large",
-            capabilities=replace(_CAPABILITIES, offload=True),
+            capabilities=replace(CAPABILITIES, offload=True),
             cpu_offload=True,
         ),
         _spec(

@@ -9,17 +9,33 @@ import logging
 import os
 from typing import Any, cast
 
-os.environ.setdefault("RUST_LOG", "error")  # torchft prints several lines a step otherwise
-# The loss of a group is no failure, and `nnx_torchft.quorum` logs it with its cause.
-for _name in ("torchft.manager", "torchft.checkpointing.http_transport"):
-    if logging.getLogger(_name).level == logging.NOTSET:
-        logging.getLogger(_name).setLevel(logging.CRITICAL)
+_LOGGERS = (
+    *("torchft.manager", "torchft.process_group", "torchft.checkpointing.http_transport"),
+    *("torchft_quorums", "torchft_commits", "torchft_errors"),
+)
+"""Loggers of torchft: they print several lines a step, and a traceback for each lost group."""
+
+
+class _OnDemand(logging.Filter):
+    """Passes torchft's own lines while the logger ``nnx.torchft`` shows those of level DEBUG."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.CRITICAL or logging.getLogger("nnx.torchft").isEnabledFor(
+            logging.DEBUG
+        )
+
+
+for _name in _LOGGERS:
+    logging.getLogger(_name).addFilter(_OnDemand())
+os.environ.setdefault("RUST_LOG", "error")  # of its lighthouse and managers
 
 from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL  # noqa: E402
+from torchft.checkpointing import HTTPTransport  # noqa: E402
 from torchft.coordination import LighthouseServer  # noqa: E402
 from torchft.process_group import create_store_client  # noqa: E402
 
 __all__ = [
+    "HTTPTransport",
     "LighthouseServer",
     "Manager",
     "ProcessGroupGloo",

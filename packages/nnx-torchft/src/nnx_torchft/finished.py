@@ -20,7 +20,7 @@ class Mark:
 
     Args:
         directory: The Trainer's ``default_root_dir``.
-        run: The name of the run.
+        run: The name of the run; a run without a name has no mark.
     """
 
     def __init__(self, directory: str, run: str) -> None:
@@ -29,6 +29,8 @@ class Mark:
 
     def write(self, step: int) -> None:
         """Mark the run as finished, by one atomic rename."""
+        if not self._run:
+            return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._path.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps({"run": self._run, "step": step}))

@@ -1,7 +1,7 @@
 """`ElasticLauncher`: a lighthouse, and groups that are started again when they die.
 
-``nnx run --elastic 4 -- train.py`` starts four groups on this machine. On another machine,
-``--option lighthouse=host:port`` starts groups that join the first machine's.
+``nnx run --elastic 4 -- train.py`` starts four groups on this machine; with ``--devices 2`` each has two
+processes. On another machine, ``--option lighthouse=host:port`` starts groups that join the first machine's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,7 +21,7 @@ from typing import Any
 
 from nnx_checkpoint.cli.output import print_text
 from nnx_core.errors import LaunchError, OptionError
-from nnx_core.launch.launcher import Job, Launcher, LauncherOptions
+from nnx_core.launch.launcher import Job, Launcher, LauncherOptions, variables
 from nnx_core.options import option
 from nnx_torchft.options import GROUP, LIGHTHOUSE, RUN
 
@@ -35,6 +35,7 @@ _SOON = 60.0
 class ElasticLauncherOptions(LauncherOptions):
     """Options of the elastic launcher."""
 
+    groups: int = option(1, help="The groups of this machine; `nnx run --elastic N` sets it.", types=(int,))
     lighthouse: str = option(
         "", help="A lighthouse to join, as 'host:port'; by default a new one on this machine.", types=(str,)
     )
@@ -55,6 +56,8 @@ class ElasticLauncherOptions(LauncherOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.groups < 1:
+            raise OptionError(f"groups={self.groups!r} is no number of groups.", remedy="Pass, say, 2.")
         if self.lighthouse and not self.run_id:
             raise OptionError(
                 f"lighthouse={self.lighthouse!r} is of a run whose name is not given.",
@@ -63,7 +66,7 @@ class ElasticLauncherOptions(LauncherOptions):
 
 
 class ElasticLauncher(Launcher):
-    """Starts a script in groups of one process each, and starts groups again that die."""
+    """Starts a script in the processes of each group, and starts groups again that die."""
 
     Options = ElasticLauncherOptions
 
@@ -89,18 +92,59 @@ class ElasticLauncher(Launcher):
 
     def describe(self, command: Sequence[str], *, nodes: int, devices: int) -> str:
         """Return the command, in a line."""
-        lighthouse = self.options.lighthouse or "a new one"  # type: ignore[attr-defined] # as above
-        return f"{' '.join(command)}   # {devices} groups, lighthouse: {lighthouse}"
+        options: Any = self.options
+        count = f"{options.groups} groups" + (f" of {devices} processes" if devices > 1 else "")
+        return f"{' '.join(command)}   # {count}, lighthouse: {options.lighthouse or 'a new one'}"
+
+
+class _Group:
+    """The processes of one group, which live and die together."""
+
+    def __init__(self, number: int) -> None:
+        self.name = f"{socket.gethostname()}-{number}"
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.failures = 0
+        self._number, self._started = number, 0.0
+
+    def start(self, command: Sequence[str], count: int, given: Mapping[str, str]) -> None:
+        """Start the processes."""
+        self._started = time.monotonic()
+        own = {**os.environ, **given, GROUP: self.name, **_gpus(self._number, count)}
+        place = {"nodes": 1, "devices": count, "port": _free_port()}
+        for rank in range(count):
+            ranks = variables(rank, address="127.0.0.1", run=f"{given[RUN]}-{self.name}", **place)
+            self.processes.append(subprocess.Popen(command, env={**own, **ranks}))
+
+    def poll(self, *, stops: bool) -> int | None:
+        """Return the exit code if the group has ended; a process that died takes the others with it.
+
+        Args:
+            stops: Wait for the others, which got the signal to stop.
+        """
+        codes = [process.poll() for process in self.processes]
+        died = min((code for code in codes if code), default=None)  # a signal is the cause of errors
+        if None in codes and (died is None or stops):
+            return None
+        self.kill()
+        is_error = (died or 0) > 0 and time.monotonic() - self._started < _SOON
+        self.failures = self.failures + 1 if is_error else 0
+        return died or 0
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+        self.processes = []
 
 
 class _Groups:
     """The groups of one machine, while they run."""
 
-    def __init__(self, options: ElasticLauncherOptions, command: Sequence[str], count: int) -> None:
-        self._options, self._command = options, list(command)
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._failures = dict.fromkeys((f"{socket.gethostname()}-{n}" for n in range(count)), 0)
-        self._started: dict[str, float] = {}
+    def __init__(self, options: ElasticLauncherOptions, command: Sequence[str], devices: int) -> None:
+        self._options, self._command, self._devices = options, list(command), devices
+        self._groups = [_Group(number) for number in range(options.groups)]
         self._stops = 0
         self._run = options.run_id or f"run-{uuid.uuid4().hex[:8]}"
 
@@ -111,49 +155,38 @@ class _Groups:
         _say(f"lighthouse {address}, run {self._run}")
         before = {each: signal.signal(each, self._stop) for each in (signal.SIGINT, signal.SIGTERM)}
         try:
-            for number, group in enumerate(self._failures):
-                self._start(group, number, address)
-            return self._watch(address)
+            return self._watch({LIGHTHOUSE: address, RUN: self._run})
         finally:
-            for process in self._processes.values():
-                process.kill()
-                process.wait()
+            for group in self._groups:
+                group.kill()
             for each, handler in before.items():
                 signal.signal(each, handler)
             if lighthouse is not None:
                 lighthouse.shutdown()
 
-    def _start(self, group: str, number: int, address: str) -> None:
-        variables = {LIGHTHOUSE: address, RUN: self._run, GROUP: group, **_gpu(number)}
-        self._started[group] = time.monotonic()
-        self._processes[group] = subprocess.Popen(self._command, env={**os.environ, **variables})
-
-    def _watch(self, address: str) -> int:
-        """Start groups again that died; stop to do so once a group has ended the run."""
+    def _watch(self, given: Mapping[str, str]) -> int:
+        """Start the groups, and again those that died, until one has ended the run."""
         has_ended, code = False, 0
-        while self._processes:
+        for group in self._groups:
+            group.start(self._command, self._devices, given)
+        while living := [group for group in self._groups if group.processes]:
             time.sleep(0.1)
-            for number, group in enumerate(self._failures):
-                process = self._processes.get(group)
-                if process is None or process.poll() is None:
+            for group in living:
+                ended = group.poll(stops=self._stops > 0)
+                has_ended = has_ended or ended == 0
+                if not ended or has_ended or self._stops:
                     continue
-                del self._processes[group]
-                has_ended = has_ended or process.returncode == 0
-                if process.returncode == 0 or has_ended or self._stops:
-                    continue
-                code = process.returncode
-                is_error = code > 0 and time.monotonic() - self._started[group] < _SOON
-                self._failures[group] = self._failures[group] + 1 if is_error else 0
-                gives_up = self._failures[group] >= self._options.max_failures
-                _say(f"group {group} died with {code}; {'not ' if gives_up else ''}starting it again")
+                code = ended
+                gives_up = group.failures >= self._options.max_failures
+                _say(f"group {group.name} died with {ended}; {'not ' if gives_up else ''}starting it again")
                 if not gives_up:
-                    self._start(group, number, address)
+                    group.start(self._command, self._devices, given)
         return 0 if has_ended else (code if code > 0 else 128 - code if code else 1)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on to the groups, and start none again."""
         self._stops += 1
-        for process in self._processes.values():
+        for process in [process for group in self._groups for process in group.processes]:
             process.send_signal(number)
 
 
@@ -162,12 +195,19 @@ def _say(what: str) -> None:
     sys.stdout.flush()
 
 
-def _gpu(number: int) -> dict[str, str]:
-    """Return the variable that gives a group a GPU of its own, where there are some."""
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _gpus(number: int, count: int) -> dict[str, str]:
+    """Return the variable that gives a group GPUs of its own, where there are some."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     there = [str(index) for index in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
     visible = there if given is None else [each for each in given.split(",") if each]
-    return {"CUDA_VISIBLE_DEVICES": visible[number % len(visible)]} if visible else {}
+    own = [visible[(number * count + rank) % len(visible)] for rank in range(count)] if visible else []
+    return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(own))} if own else {}
 
 
 def _start_lighthouse(options: ElasticLauncherOptions) -> Any:

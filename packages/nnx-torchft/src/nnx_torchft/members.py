@@ -15,15 +15,26 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from nnx_core.agree.divergence import checksum
 from nnx_core.errors import UnsupportedError
 from nnx_torchft._torchft_compat import ProcessGroupGloo, ProcessGroupNCCL, create_store_client
 
-__all__ = ["Identity", "Introduction", "model_digest", "new_process_group"]
+__all__ = [
+    "Beginning",
+    "Identity",
+    "Introduction",
+    "local_of",
+    "model_digest",
+    "new_process_group",
+    "weights_digest",
+]
 
 _WORDS = {
     "run": "the run is",
+    "ranks": "the group has this many processes:",
     "model": "the model is",
     "dataset": "the training dataset has this many samples:",
     "batch": "the global batch has this many samples:",
@@ -40,6 +51,7 @@ class Identity:
 
     Attributes:
         run: The name of the run.
+        ranks: The number of processes of a group.
         model: A digest of the names, shapes and dtypes of the parameters.
         dataset: The length of the training dataset.
         batch: The size of the global batch.
@@ -50,6 +62,7 @@ class Identity:
     """
 
     run: str
+    ranks: int
     model: str
     dataset: int
     batch: int
@@ -73,6 +86,34 @@ class Identity:
         return ""
 
 
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The state of a rank before its first step in the run.
+
+    Attributes:
+        step: The number of committed steps.
+        weights: A digest of its weights; empty if it takes over the weights of another group at step 0.
+    """
+
+    step: int
+    weights: str
+
+    def differs(self, other: Beginning) -> bool:
+        """Return True if two groups begin at the same step with other weights."""
+        return self.step == other.step and self.weights != other.weights
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the elements of this rank, detached."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def weights_digest(module: nn.Module) -> str:
+    """Return a digest of this rank's elements of a module's parameters, as the engine holds them."""
+    sums = [int(checksum(local_of(parameter))) for parameter in module.parameters()]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()[:12]
+
+
 def model_digest(module: nn.Module) -> str:
     """Return the number of a module's parameters and a digest of their names, shapes and dtypes."""
     text = json.dumps([(n, tuple(p.shape), str(p.dtype)) for n, p in module.named_parameters()])
@@ -87,10 +128,11 @@ class Introduction:
         groups: The groups of the current quorum, in its order: the id of each start, and its name.
     """
 
-    def __init__(self, name: str, identity: Identity, timeout: float) -> None:
+    def __init__(self, name: str, identity: Identity, beginning: Beginning, timeout: float) -> None:
         self.groups: dict[str, str] = {}
         self.has_trained = False
         self._name, self._identity, self._timeout = name, identity, timedelta(seconds=timeout)
+        self._beginning = beginning
         self._id = uuid.uuid4().hex
         self._met: Sequence[Mapping[str, Any]] = ()
 
@@ -102,6 +144,7 @@ class Introduction:
             "name": self._name,
             "trained": self.has_trained,
             "identity": asdict(self._identity),
+            "beginning": asdict(self._beginning),
         }
         store.set(str(rank), json.dumps(own))
         self._met = [json.loads(store.get(str(other))) for other in range(size)]
@@ -119,6 +162,13 @@ class Introduction:
         trained = [each for each in self._met if each["trained"]]
         for each in trained or self._met[:1]:
             difference = self._identity.difference(Identity(**each["identity"]))
+            if not difference and not trained and self._beginning.differs(Beginning(**each["beginning"])):
+                raise UnsupportedError(
+                    f"group {self._name!r} cannot join group {each['name']!r}: its weights differ before the "
+                    "first step.",
+                    remedy="Call `seed_everything` with the same seed in every group, before the model is "
+                    "built.",
+                )
             if difference:
                 raise UnsupportedError(
                     f"group {self._name!r} cannot join group {each['name']!r}: {difference}.",

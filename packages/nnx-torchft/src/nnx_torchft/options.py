@@ -9,8 +9,9 @@ from typing import Literal
 
 from nnx_core.errors import OptionError
 from nnx_core.options import check_options, option
+from nnx_fsdp.options import FSDPOptions
 
-__all__ = ["GROUP", "LIGHTHOUSE", "RUN", "ElasticOptions"]
+__all__ = ["GROUP", "LIGHTHOUSE", "RUN", "ElasticOptions", "ShardedElasticOptions"]
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """The variable with the address of the lighthouse, torchft's own name."""
@@ -33,7 +34,8 @@ class ElasticOptions:
     run_id: str = option(
         "",
         help="The name of the run: groups of another run are refused, and a run that has ended does not "
-        "begin again under its name. By default the variable NNX_ELASTIC_RUN, or 'run'.",
+        "begin again under its name. By default the variable NNX_ELASTIC_RUN, which `nnx run --elastic` "
+        "sets. A run without a name is never marked as ended.",
         types=(str,),
     )
     group: str = option(
@@ -98,10 +100,19 @@ class ElasticOptions:
 
     @property
     def run_name(self) -> str:
-        """The name of the run."""
-        return self.run_id or os.environ.get(RUN, "") or "run"
+        """The name of the run; empty without one."""
+        return self.run_id or os.environ.get(RUN, "")
 
     @property
     def group_name(self) -> str:
         """The name of this group."""
         return self.group or os.environ.get(GROUP, "") or f"{socket.gethostname()}-{os.getpid()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedElasticOptions(ElasticOptions, FSDPOptions):
+    """Options of elastic training, and those of FSDP2 for the processes of a group."""
+
+    def __post_init__(self) -> None:
+        ElasticOptions.__post_init__(self)
+        FSDPOptions.__post_init__(self)

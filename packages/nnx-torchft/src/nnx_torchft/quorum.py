@@ -2,7 +2,8 @@
 
 `Quorum` owns torchft's manager and knows neither Lightning nor loaders. A step is: `begin`, one backward per
 micro batch with the loss times the share's weight, `commit`. If `commit` returns False a group was lost, and
-the step begins again.
+the step begins again. All ranks of a group call these together; each exchanges with the ranks of the same
+place in the other groups.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Any
@@ -21,10 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from nnx_base.ranks import all_gather_object, control_group
+from nnx_core.backend import ParallelContext
 from nnx_core.errors import DisagreementError, NnxError, RankLostError
-from nnx_torchft._torchft_compat import Manager, forget_quorum
+from nnx_torchft._torchft_compat import HTTPTransport, Manager, forget_quorum
 from nnx_torchft.data import Share
-from nnx_torchft.members import Identity, Introduction, new_process_group
+from nnx_torchft.members import Beginning, Identity, Introduction, local_of, new_process_group
 from nnx_torchft.options import ElasticOptions
 
 __all__ = ["Counts", "LeftBehindError", "Quorum"]
@@ -56,10 +59,6 @@ class Counts:
     steps_again: int = 0
     quorum_ms: float = 0.0
 
-    def as_metrics(self) -> dict[str, float]:
-        """Return the metrics that are logged in each step."""
-        return {f"elastic/{name}": float(value) for name, value in asdict(self).items()}
-
 
 class Quorum:
     """Joins quorums and reduces gradients over their groups.
@@ -74,8 +73,9 @@ class Quorum:
         options: The options of elastic training.
         identity: The identity of the run.
         state: Returns the state of the run for a group that heals from this one.
-        device: The device of the gradients.
+        context: This rank of the group, and the device of the gradients.
         step: The number of committed steps that this group begins with.
+        weights: A digest of this rank's weights at that step.
 
     Raises:
         NnxError: The lighthouse does not answer within `connect_timeout`.
@@ -87,46 +87,68 @@ class Quorum:
         identity: Identity,
         state: Callable[[], dict[str, Any]],
         *,
-        device: torch.device,
+        context: ParallelContext,
         step: int,
+        weights: str,
     ) -> None:
         self.counts = Counts()
         self.groups: dict[str, str] = {}
         self.healed: dict[str, Any] | None = None
         self.is_finite = True
         self._options, self._state = options, state
-        self._introduction = Introduction(options.group_name, identity, options.group_timeout)
+        self._rank, self._ranks = context.rank, context.world_size
+        beginning = Beginning(step, weights if self._ranks > 1 else "")
+        self._introduction = Introduction(options.group_name, identity, beginning, options.group_timeout)
         _reach(options)
-        self._store = TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
+        own = (socket.gethostname(), 0)
+        self._store = TCPStore(*own, is_master=True, wait_for_workers=False)
+        host, port = all_gather_object((own[0], self._store.port), control_group())[0]
+        self._between = new_process_group(context.device.type, self._introduction, options.group_timeout)
+        timeout = timedelta(seconds=options.group_timeout)
+        self._transport = HTTPTransport(timeout=timeout, num_chunks=0)
         self._manager = Manager(
-            pg=new_process_group(device.type, self._introduction, options.group_timeout),
+            pg=self._between,
             load_state_dict=self._receive,
             state_dict=self._send,
             min_replica_size=options.min_groups,
             use_async_quorum=False,
-            timeout=timedelta(seconds=options.group_timeout),
+            checkpoint_transport=self._transport,
+            timeout=timeout,
             quorum_timeout=timedelta(seconds=options.quorum_timeout),
             connect_timeout=timedelta(seconds=options.connect_timeout),
-            rank=0,
-            world_size=1,
-            store_addr=socket.gethostname(),
-            store_port=self._store.port,
+            rank=self._rank,
+            world_size=self._ranks,
+            store_addr=host,
+            store_port=port,
             lighthouse_addr=f"http://{options.address}",
             replica_id=options.group_name,
+            init_sync=self._ranks == 1,  # it takes the first state of each rank from another group
         )
-        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+        self._go_to(step)
 
     @property
     def step(self) -> int:
         """The number of committed steps."""
         return int(self._manager.current_step())
 
+    def _go_to(self, step: int) -> None:
+        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """The index of this group in the current quorum, and the number of groups."""
+        return int(self._manager.participating_rank() or 0), max(int(self._manager.num_participants()), 1)
+
     @property
     def share(self) -> Share:
-        """The share of this group in the current quorum."""
-        return Share(
-            int(self._manager.participating_rank() or 0), max(int(self._manager.num_participants()), 1)
-        )
+        """The share of this rank: that of its group, divided over the ranks of the group."""
+        group, groups = self._place
+        return Share(group + groups * self._rank, groups * self._ranks)
+
+    @property
+    def is_first(self) -> bool:
+        """True in the first group of the quorum."""
+        return self._place[0] == 0
 
     def begin(self) -> None:
         """Wait for a quorum, and meet its groups if it changed; `healed` has the state if this group heals.
@@ -135,18 +157,26 @@ class Quorum:
             RankLostError: There was no quorum within `quorum_timeout`.
             UnsupportedError: This group belongs to another run.
         """
-        began = time.monotonic()
+        began, step = time.monotonic(), self.step
         while True:
             self._wait(began)
             self._introduction.refuse_others()
-            if (
-                self._manager.errored() is None
-                and self._manager.num_participants() >= self._options.min_groups
-            ):
+            enough = self._manager.num_participants() >= self._options.min_groups
+            if self._all(enough and self._manager.errored() is None):
                 break
             self._manager.should_commit()  # ends the quorum
+            self.healed = None  # another rank of the group may not have healed
+            self._go_to(step)
         self.counts.quorum_ms = 1000 * (time.monotonic() - began)
         self._note_changes()
+
+    def _all(self, own: bool) -> bool:
+        """Return True if it is true of every rank of the group."""
+        if self._ranks == 1:
+            return own
+        everywhere = torch.tensor(int(own))
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=control_group())
+        return bool(everywhere)
 
     def _wait(self, began: float) -> None:
         """Wait for a quorum, also while the lighthouse is gone."""
@@ -173,20 +203,25 @@ class Quorum:
         self.groups = now
         if before == now:
             return
+        self.counts.groups = len(now)
         if before:
             joined = [name for start, name in now.items() if start not in before]
             lost = [name for start, name in before.items() if start not in now]
             self.counts.joins += len(joined)
             self.counts.losses += len(lost)
-            changes = [*(f"+{name}" for name in joined), *(f"-{name}" for name in lost)]
-            log.info("elastic: step %d: %d groups (%s)", self.step, len(now), " ".join(changes))
+            changes = " ".join([*(f"+{name}" for name in joined), *(f"-{name}" for name in lost)])
         else:
-            log.info("elastic: step %d: %d groups (%s)", self.step, len(now), ", ".join(now.values()))
-        self.counts.groups = len(now)
+            changes = ", ".join(now.values())
+        self._log("%d groups (%s)", len(now), changes)
+
+    def _log(self, what: str, *values: Any) -> None:
+        """Log an event of the group, on its first rank."""
+        if self._rank == 0:
+            log.info(f"elastic: step %d: {what}", self.step, *values)
 
     def _send(self) -> dict[str, Any]:
         self.counts.heals += 1
-        log.info("elastic: step %d: sending the state to a group that joins", self.step)
+        self._log("sending the state to a group that joins")
         return self._state()
 
     def _receive(self, state: dict[str, Any]) -> None:
@@ -214,7 +249,7 @@ class Quorum:
         if not self._manager.should_commit():
             self.counts.steps_again += 1
             cause = _first_line(error) or "a group was lost"
-            log.info("elastic: step %d is computed again: %.50s", self.step, cause)
+            self._log("computing the step again: %.50s", cause)
             return False
         first, second = (int(each) for each in checks.tolist())
         if first**2 != groups * second:  # equal only if all digests are
@@ -224,7 +259,7 @@ class Quorum:
                 "metric is of a group's own samples.",
             )
         self._introduction.has_trained = True
-        self.is_finite = all(bool(flat.isfinite().all()) for _, flat in sums)
+        self.is_finite = self._all(all(bool(flat.isfinite().all()) for _, flat in sums))
         for bucket, flat in sums:
             _unflatten(bucket, flat)
         return True
@@ -237,7 +272,9 @@ class Quorum:
 
     def close(self) -> None:
         """Leave the quorum."""
-        self._manager.shutdown(wait=False)
+        self._manager.shutdown(wait=False)  # an interrupted quorum may take long
+        self._transport.shutdown()
+        self._between.shutdown()
 
 
 def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -249,21 +286,25 @@ def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 def _flat(bucket: list[nn.Parameter]) -> Tensor:
     """Return the gradients in one tensor, followed by 1 for each parameter that has one, and 0 for others."""
-    like = bucket[0]
-    used = torch.tensor([float(p.grad is not None) for p in bucket], dtype=like.dtype, device=like.device)
-    pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-    return torch.cat([*(piece.detach().reshape(-1) for piece in pieces), used])
+    owned = [local_of(parameter) for parameter in bucket]
+    used = [float(parameter.grad is not None) for parameter in bucket]
+    pieces = [
+        torch.zeros_like(own) if parameter.grad is None else local_of(parameter.grad)
+        for parameter, own in zip(bucket, owned, strict=True)
+    ]
+    return torch.cat([*(piece.reshape(-1) for piece in pieces), owned[0].new_tensor(used)])
 
 
 def _unflatten(bucket: list[nn.Parameter], flat: Tensor) -> None:
-    *pieces, used = torch.split(flat, [*(parameter.numel() for parameter in bucket), len(bucket)])
-    for parameter, piece, is_used in zip(bucket, pieces, used.tolist(), strict=True):
+    owned = [local_of(parameter) for parameter in bucket]
+    *pieces, used = torch.split(flat, [*(own.numel() for own in owned), len(bucket)])
+    for parameter, own, piece, is_used in zip(bucket, owned, pieces, used.tolist(), strict=True):
         if not is_used:
             parameter.grad = None
-        elif parameter.grad is None:
-            parameter.grad = piece.view_as(parameter).clone()
-        else:
-            parameter.grad.copy_(piece.view_as(parameter))
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        local_of(parameter.grad).copy_(piece.view_as(own))
 
 
 def _reach(options: ElasticOptions) -> None:

@@ -1,6 +1,6 @@
 """`TorchftStrategy`: Trainer in each group of an elastic run.
 
-Lightning trains as in one process. This module chooses the batch of each step, weights its loss, sums the
+Lightning trains as in one group alone. This module chooses the batch of each step, weights its loss, sums the
 gradients over the groups before the optimizer steps, and computes a step again if a group was lost in it.
 """
 
@@ -8,74 +8,35 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar
 
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor, nn
+from torch import nn
+from torch.optim import Optimizer
 
 from nnx_checkpoint.reading.naming import RANKS
+from nnx_checkpoint.reading.state import as_state_dict
 from nnx_core import random_state
-from nnx_core.backend import Backend, ParallelContext, Sample
 from nnx_core.errors import UnsupportedError
+from nnx_core.lightning.beginning import batch_facts, first_lines
+from nnx_core.lightning.compat import attached_trainer, averaging_callbacks, training_loaders
 from nnx_core.lightning.namespaces import StrategyOfTrainer
-from nnx_core.lightning.resume.transfer import (
-    give_state,
-    prepare_batch,
-    progress_of,
-    take_state,
-    training_loaders,
-)
+from nnx_core.lightning.resume.transfer import give_state, prepare_batch, progress_of, take_state
+from nnx_core.lightning.routing import unwrap_optimizer
 from nnx_core.lightning.trainer import TrainerAdapter
+from nnx_torchft.backends import ElasticBackend, ShardedBackend, WholeBackend
 from nnx_torchft.data import ElasticLoader, Share, refuse_loader
 from nnx_torchft.finished import Mark
-from nnx_torchft.members import Identity, model_digest
+from nnx_torchft.members import Identity, model_digest, weights_digest
 from nnx_torchft.options import ElasticOptions
-from nnx_torchft.quorum import LeftBehindError, Quorum
+from nnx_torchft.quorum import Counts, LeftBehindError, Quorum
 
-__all__ = ["TorchftBackend", "TorchftStrategy"]
+__all__ = ["ShardedTorchftStrategy", "TorchftStrategy"]
 
 log = logging.getLogger("nnx.torchft")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-class TorchftBackend(Backend[ElasticOptions]):
-    """One process with the whole model; a backward counts by the share of the batch.
-
-    Attributes:
-        weight: The factor of the loss in the next backward.
-    """
-
-    Options = ElasticOptions
-    weight: float = 1.0
-
-    def setup(self, context: ParallelContext) -> None:
-        """Keep the context.
-
-        Raises:
-            UnsupportedError: There are several processes.
-        """
-        if context.world_size > 1:
-            raise UnsupportedError(
-                f"a group of torchft_ddp has one process, and this Trainer has {context.world_size}.",
-                remedy="Pass Trainer(devices=1, num_nodes=1), and start as many groups as you have devices: "
-                "`nnx run --elastic 4 -- train.py`.",
-            )
-        super().setup(context)
-
-    def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Move the module to the device."""
-        module.to(self.context.device)
-        return {}
-
-    def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Do nothing: the module was never changed."""
-        return {}
-
-    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients of the weighted loss."""
-        super().backward(module, loss * self.weight, *args, **kwargs)
 
 
 class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
@@ -85,7 +46,9 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
         quorum: The quorum that the group trains in; None outside of training.
     """
 
-    backend: TorchftBackend
+    engine: ClassVar[type[ElasticBackend[Any]]] = WholeBackend
+    registered: ClassVar[str] = "torchft_ddp"
+    backend: ElasticBackend[Any]
 
     def __init__(
         self,
@@ -100,11 +63,12 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
         self.quorum: Quorum | None = None
         self._loader: ElasticLoader | None = None
         self._open_step = _Step()
-        self._holds_quorum = False
+        self._holds_quorum = self._hands_over = False
         self._again: tuple[Any, int] | None = None
+        self._logged: Counts | None = None
         self._build(
-            TorchftBackend,
-            "torchft_ddp",
+            self.engine,
+            self.registered,
             options,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -115,7 +79,8 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
 
     @property
     def _options(self) -> ElasticOptions:
-        return self.backend.options
+        options: ElasticOptions = self.backend.options
+        return options
 
     @property
     def _trainer(self) -> Any:
@@ -128,7 +93,16 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
     @property
     def is_global_zero(self) -> bool:
         """True in the first group of the quorum, which writes checkpoints and logs."""
-        return self.quorum is None or self.quorum.share.index == 0
+        return self._rank == 0 if self.quorum is None else self.quorum.share.index == 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The share of the data that a sampler yields: all of it where `ElasticLoader` divides batches."""
+        trainer = attached_trainer(self.lightning_module)
+        if trainer is not None and trainer.training and self._options.data == "exact":
+            return {"num_replicas": 1, "rank": 0}
+        kwargs: dict[str, Any] = super().distributed_sampler_kwargs
+        return kwargs
 
     # Before the first batch
 
@@ -149,6 +123,13 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
                     "elastic training may compute a step again, and steps inside a training_step with manual "
                     "optimization could not be undone.",
                     remedy="Use automatic optimization, or another strategy.",
+                )
+            averaging = averaging_callbacks(trainer)
+            if averaging and self.world_size > 1:
+                raise UnsupportedError(
+                    f"{type(averaging[0]).__name__} averages weights, and groups of several processes do not "
+                    "hand averages over.",
+                    remedy="Use groups of one process, or leave the callback out.",
                 )
         super().setup(trainer)
         if fitting:
@@ -181,12 +162,15 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
             )
         if trainer.global_step:
             log.info("elastic: resuming from disk at step %d", trainer.global_step)
+        with self.backend.local():
+            weights = weights_digest(self.lightning_module)
         self.quorum = Quorum(
             self._options,
             self._identity(),
-            lambda: give_state(self, trainer, self._open_step.progress or progress_of(self, trainer)),
-            device=self.root_device,
+            self._hand_over,
+            context=self.backend.context,
             step=trainer.global_step,
+            weights=weights,
         )
         self.quorum.begin()
         self._mark.refuse_finished()  # it may have ended since
@@ -197,10 +181,32 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
         self._holds_quorum = True
         rank_zero_only.rank = self.quorum.share.index  # type: ignore[attr-defined]
 
+    def _hand_over(self) -> dict[str, Any]:
+        """Return the state of this rank, for the rank of the same place in a group that joins."""
+        trainer = self._trainer
+        self._hands_over = True
+        try:
+            return give_state(self, trainer, self._open_step.progress or progress_of(self, trainer))
+        finally:
+            self._hands_over = False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return handles on this rank's shards; without communication for a group that joins."""
+        if not self._hands_over:
+            return super().lightning_module_state_dict()
+        return as_state_dict(self.backend.model_state(self.lightning_module))
+
+    def optimizer_state(self, optimizer: Optimizer) -> Any:
+        """Return handles on this rank's state of an optimizer; without communication as above."""
+        if not self._hands_over:
+            return super().optimizer_state(optimizer)
+        return self.backend.own_optimizer_state(self.lightning_module, unwrap_optimizer(optimizer))
+
     def _identity(self) -> Identity:
         trainer, loader = self._trainer, self._loader
         return Identity(
             run=self._options.run_name,
+            ranks=self.world_size,
             model=model_digest(self.lightning_module),
             dataset=0 if loader is None else len(loader.dataset),
             batch=0 if loader is None else loader.batch_size_of_epoch,
@@ -212,8 +218,13 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
 
     def _log_beginning(self, module: nn.Module, batch: int | None = None, *, accumulate: int = 1) -> None:
         """Log the first lines of the run, with the size of the global batch."""
-        size = batch if self._loader is None else self._loader.batch_size_of_epoch
-        super()._log_beginning(module, size, accumulate=accumulate)
+        if self._loader is None:
+            super()._log_beginning(module, batch, accumulate=accumulate)
+        elif self._rank == 0:
+            facts = batch_facts(self._loader.batch_size_of_epoch, ranks=1, shares=1, accumulate=accumulate)
+            over, layout = self.process_group_backend, self.backend.summary(module)
+            for line in first_lines(self.name, self.backend.context, over=over, layout=layout, batch=facts):
+                log.info(line)
 
     # A step
 
@@ -255,16 +266,25 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
             self._open_step.loaded.append(args[0])
         position = self._open_step.batches[-1] if self._again is None else self._again[1]
         share, loader = quorum.share, self._loader
-        self.backend.weight = 1 / share.of if loader is None else share.weight(loader.size(position))
+        part = 1 / share.of if loader is None else share.weight(loader.size(position))
+        self.backend.weight = part * self.backend.context.world_size  # the engine averages over the ranks
         result = super().training_step(*args, **kwargs)
         if result is None:
             raise UnsupportedError(
                 "training_step returned None, and the other groups wait for the gradients of its samples.",
                 remedy="Return a loss of zero that depends on the model, such as `0 * self(x).sum()`.",
             )
-        metrics = quorum.counts.as_metrics()
-        self.lightning_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
+        self._log_counts(quorum.counts)
         return result
+
+    def _log_counts(self, counts: Counts) -> None:
+        """Log the events of the groups after a change, and as often as the Trainer logs."""
+        trainer, events = self._trainer, replace(counts, quorum_ms=0.0)
+        every = trainer.log_every_n_steps
+        if events != self._logged or (every and trainer.global_step % every == 0):
+            self._logged = events
+            metrics = {f"elastic/{name}": float(value) for name, value in asdict(counts).items()}
+            self.lightning_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step on gradients of the global batch; compute the step again while groups are lost in it."""
@@ -286,13 +306,17 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
         """Evaluate the closure of a step until the groups have summed its gradients."""
         quorum, module = self._in_quorum(), self.lightning_module
         result = closure()
-        while not quorum.commit(module.parameters(), self._facts()):
+        while not self._commit():
             result = self._compute_again(closure)
         self._open_step = _Step()
         if not quorum.is_finite and getattr(self.precision_plugin, "scaler", None) is None:
             log.warning("elastic: step %d: gradients are not finite; no group steps", quorum.step - 1)
             module.zero_grad(set_to_none=True)
         return result
+
+    def _commit(self) -> bool:
+        with self.backend.local():
+            return self._in_quorum().commit(self.lightning_module.parameters(), self._facts())
 
     def _compute_again(self, closure: Callable[[], Any]) -> Any:
         """Compute the gradients of a step again, with the share of a new quorum."""
@@ -328,7 +352,7 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save a checkpoint, in the first group of the quorum."""
-        if self.is_global_zero:
+        if self.quorum is None or self.quorum.is_first:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def on_train_end(self) -> None:
@@ -344,8 +368,15 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
         if self._loader is not None:
             self._loader.close()
             self._loader = None
-        self._open_step, self._holds_quorum = _Step(), False
+        self._open_step, self._holds_quorum, self._logged = _Step(), False, None
         super().teardown()
+
+
+class ShardedTorchftStrategy(TorchftStrategy):
+    """Trains one group of an elastic run, sharded over its processes."""
+
+    engine: ClassVar[type[ElasticBackend[Any]]] = ShardedBackend
+    registered: ClassVar[str] = "torchft_hsdp"
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import socket
 import sys
 import time
 import traceback
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 150.0
+TIMEOUT = 400.0
 """Seconds that a test waits for anything."""
 
 
@@ -25,6 +26,7 @@ class Run:
     folder: Path
     lighthouse: str = ""
     strategy: str = "torchft_ddp"
+    ranks: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     samples: int = 60
     batch: int = 6
@@ -41,10 +43,15 @@ class Run:
     manual: bool = False
     poison: tuple[str, int] | None = None
     plateau_of_group: bool = False
+    draws: int = 0
 
 
-def train(run: Run, group: str) -> None:
-    """Train one group; write its samples, its log and what it ended with into the folder of the run."""
+def train(run: Run, group: str, rank: int = 0, port: int = 0) -> None:
+    """Train a rank of a group; write its samples, its log and what it ended with into the run's folder."""
+    from nnx_core.launch.launcher import variables
+
+    if run.ranks > 1:
+        os.environ.update(variables(rank, nodes=1, devices=run.ranks, address="127.0.0.1", port=port))
     import lightning.pytorch as pl
     import torch
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -78,7 +85,7 @@ def train(run: Run, group: str) -> None:
             time.sleep(run.pause)
             loss = (self.net(x) - y).square().mean()
             if run.poison == (group, self.trainer.global_step):
-                loss = loss * float("nan")
+                loss = loss + self.net[0].bias[0] * float("nan")  # one gradient of one shard
             if run.plateau_of_group and group == "g1" and self.trainer.global_step == 4:
                 self.trainer.optimizers[0].param_groups[0]["lr"] = 1.0
             return loss
@@ -87,7 +94,7 @@ def train(run: Run, group: str) -> None:
             note(committed=self.trainer.global_step - 1)
 
         def validation_step(self, batch: Any, index: int) -> None:
-            self.log("val", (self.net(batch[1]) - batch[2]).square().mean())
+            self.log("val", (self.net(batch[1]) - batch[2]).square().mean(), sync_dist=True)
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -110,7 +117,7 @@ def train(run: Run, group: str) -> None:
     saves = ModelCheckpoint(
         dirpath=run.folder / "saves", every_n_train_steps=run.save_every, save_top_k=-1, save_last=True
     )
-    if run.strategy == "torchft_ddp":
+    if run.strategy.startswith("torchft"):
         chosen = nnx.strategy(
             run.strategy, lighthouse=run.lighthouse, group=group, **{"run_id": run.folder.name, **run.options}
         )
@@ -119,7 +126,7 @@ def train(run: Run, group: str) -> None:
     trainer = pl.Trainer(
         strategy=chosen,
         accelerator="cpu",
-        devices=1,
+        devices=run.ranks,
         max_epochs=run.epochs,
         precision=run.precision,
         gradient_clip_val=None if run.manual else 0.5,
@@ -134,6 +141,7 @@ def train(run: Run, group: str) -> None:
         enable_model_summary=False,
         default_root_dir=run.folder,
     )
+    torch.rand(run.draws)
     model = Model()
     try:
         trainer.fit(model, loader, DataLoader(data, batch_size=30), ckpt_path=run.resume)
@@ -150,29 +158,35 @@ def train(run: Run, group: str) -> None:
         rate=trainer.optimizers[0].param_groups[0]["lr"],
         metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
     )
-    torch.save(model.net.state_dict(), run.folder / f"{group}.pt")
+    if rank == 0:
+        torch.save(model.net.state_dict(), run.folder / f"{group}.pt")
 
 
 class Group:
-    """One process of a run."""
+    """The processes of one group of a run."""
 
     def __init__(self, run: Run, name: str) -> None:
         self.run, self.name = run, name
-        self.process = _context().Process(target=train, args=(run, name))
-        self.process.start()
+        port = _free_port()
+        self.processes = [
+            _context().Process(target=train, args=(run, name, rank, port)) for rank in range(run.ranks)
+        ]
+        for process in self.processes:
+            process.start()
+        self.process = self.processes[0]
 
     @property
     def notes(self) -> list[dict[str, Any]]:
-        """What the process has noted until now."""
+        """What the first process has noted until now."""
         path = self.run.folder / f"{self.name}.{self.process.pid}.jsonl"
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     @property
     def log(self) -> str:
-        """What the process has printed until now."""
-        path = self.run.folder / f"{self.name}.{self.process.pid}.log"
-        return path.read_text() if path.exists() else ""
+        """What the processes have printed until now, the first one's last."""
+        paths = [self.run.folder / f"{self.name}.{each.pid}.log" for each in reversed(self.processes)]
+        return "".join(path.read_text() for path in paths if path.exists())
 
     @property
     def commits(self) -> int:
@@ -182,19 +196,24 @@ class Group:
         """Wait until something is true of the group, and it still lives."""
         began = time.monotonic()
         while not what(self):
-            assert self.process.is_alive(), self.log[-3000:]
+            assert all(each.is_alive() for each in self.processes), self.log[-3000:]
             assert time.monotonic() - began < TIMEOUT, self.log[-3000:]
             time.sleep(0.01)
         return self
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
+    def kill(self, rank: int = 0) -> None:
+        """Kill a process; as the launcher does, end the others then."""
+        self.processes[rank].kill()
+        self.processes[rank].join()
+        for each in self.processes:
+            each.kill()
+            each.join()
 
     def end(self) -> dict[str, Any]:
         """Wait for the end; return what the group ended with."""
-        self.process.join(TIMEOUT)
-        assert not self.process.is_alive(), self.log[-3000:]
+        for each in self.processes:
+            each.join(TIMEOUT)
+            assert not each.is_alive(), self.log[-3000:]
         assert "ended" in self.notes[-1], self.log[-3000:]
         return self.notes[-1]
 
@@ -202,6 +221,8 @@ class Group:
         """Wait for the end; return the error."""
         self.process.join(TIMEOUT)
         assert self.process.exitcode == 1, self.log[-3000:]
+        for each in self.processes:
+            each.join(TIMEOUT)
         return self.notes[-1]["error"]
 
     def weights(self) -> dict[str, Any]:
@@ -214,7 +235,9 @@ def undisturbed(run: Run) -> Group:
     """Train what a run trains in one process, with Lightning alone."""
     folder = run.folder / "plain"
     folder.mkdir()
-    alone = replace(run, folder=folder, strategy="auto", pause=0.0, workers=0, poison=None, save_every=0)
+    alone = replace(
+        run, folder=folder, strategy="auto", ranks=1, pause=0.0, workers=0, poison=None, save_every=0
+    )
     group = Group(alone, "plain")
     group.end()
     return group
@@ -250,7 +273,14 @@ def assert_each_sample_once(run: Run, plain: Group) -> None:
     for key, rows in true.items():
         assert len(committed[key]) == 1, (key, committed[key])
         (of,) = committed[key]
-        assert sorted(row for share in shares[key, of].values() for row in share) == rows, key
+        counted = [share for index, share in shares[key, of].items() if index < len(rows)]  # others weigh 0
+        assert sorted(row for share in counted for row in share) == rows, key
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def _context() -> Any:

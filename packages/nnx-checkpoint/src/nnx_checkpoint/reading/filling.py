@@ -42,7 +42,7 @@ def fill_model(
     Args:
         module: The module whose extra state is set.
         state: This rank's handles, from `Backend.model_state`.
-        source: A `LazyStateDict` or a mapping of unsharded tensors.
+        source: A `LazyStateDict`, or a mapping of unsharded tensors and shards of the same boxes.
         strict: Refuse missing and unexpected names; shapes must match either way.
         remedy: The remedy of errors about differing names or shapes.
 
@@ -59,7 +59,7 @@ def fill_model(
         shard = state.tensors[name]
         key = source.untouched(found) if isinstance(source, LazyStateDict) else None
         if key is None:
-            shard.fill_from(source[found])
+            _fill(shard, source[found])
         else:
             lazy[key] = shard
     if isinstance(source, LazyStateDict):
@@ -68,6 +68,14 @@ def fill_model(
         if name in source:
             prefix = name.removesuffix("_extra_state").removesuffix(".")
             module.get_submodule(prefix).set_extra_state(source[name])
+
+
+def _fill(shard: Shard, value: Tensor | Shard) -> None:
+    """Fill a shard from an unsharded tensor, or from another process's shard of the same boxes."""
+    if isinstance(value, Shard):
+        shard.copy_from(value)
+    else:
+        shard.fill_from(value)
 
 
 def _found_names(state: ModelState, source: Mapping[str, Any]) -> list[tuple[str, str | None]]:
@@ -171,7 +179,8 @@ def fill_optimizer(
         backend: The backend, which allocates and describes state tensors.
         module: The module that owns the parameters.
         optimizer: The optimizer to restore.
-        saved: The saved state: values are `StoredName`, unsharded tensors, or other values.
+        saved: The saved state: values are `StoredName`, unsharded tensors, shards of the same boxes, or
+            other values.
 
     Raises:
         CheckpointError: The param groups differ from the saved ones.
@@ -189,17 +198,19 @@ def fill_optimizer(
 def _place(
     backend: AllocatesState, parameter: nn.Parameter, name: str, value: Any, group: Mapping[str, Any]
 ) -> Any:
-    if not isinstance(value, (StoredName, Tensor)):
+    if not isinstance(value, (StoredName, Tensor, Shard)):
         return value
     return backend.new_optimizer_state(
         parameter, name, shape=tuple(value.shape), dtype=_state_dtype(parameter, name, value), group=group
     )
 
 
-def _state_dtype(parameter: nn.Parameter, name: str, value: StoredName | Tensor) -> torch.dtype:
+def _state_dtype(parameter: nn.Parameter, name: str, value: StoredName | Tensor | Shard) -> torch.dtype:
     """Return the saved dtype; if it was the parameter's, return the parameter's current dtype."""
     if not (value.dtype.is_floating_point and parameter.dtype.is_floating_point) or name == "step":
         return value.dtype
+    if isinstance(value, Shard):
+        return value.dtype  # of the same run
     if isinstance(value, Tensor):
         return parameter.dtype  # as `Optimizer.load_state_dict` does
     saved = value.parameter_dtype
@@ -211,7 +222,8 @@ def fill_optimizer_tensors(state: OptimizerState, saved: OptimizerState) -> None
 
     Args:
         state: This rank's handles, from `Backend.optimizer_state`.
-        saved: The source of each, by the same names: a `StoredName` or an unsharded tensor.
+        saved: The source of each, by the same names: a `StoredName`, an unsharded tensor, or a shard of the
+            same boxes.
     """
     lazy: dict[str, Shard] = {}
     source: Checkpoint | None = None
@@ -221,8 +233,8 @@ def fill_optimizer_tensors(state: OptimizerState, saved: OptimizerState) -> None
             if isinstance(value, StoredName):
                 lazy[value.key] = shard
                 source = value.stored
-            elif isinstance(value, Tensor):
-                shard.fill_from(value)
+            elif isinstance(value, (Tensor, Shard)):
+                _fill(shard, value)
     if source is not None:
         _fill_casting(source, lazy)
 

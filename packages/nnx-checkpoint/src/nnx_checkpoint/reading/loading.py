@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from nnx_base.errors import CheckpointError, NnxError
 from nnx_base.ranks import together
+from nnx_base.shard import Shard
 from nnx_checkpoint._torch_compat import (
     call_load_hooks,
     has_load_hooks,
@@ -49,7 +50,8 @@ def load_model(
     Args:
         module: The module, laid out or not.
         state: This rank's handles, from `Backend.model_state`.
-        source: A `LazyStateDict` or a mapping of unsharded tensors; it is not changed.
+        source: A `LazyStateDict`, or a mapping of unsharded tensors and shards of the same boxes; it is not
+            changed.
         strict: Refuse missing and unexpected names; shapes must match either way.
         remedy: The remedy of errors about differing names or shapes.
         group: The ranks that load together; None for this process alone.
@@ -142,7 +144,13 @@ def _read(source: Mapping[str, Any], name: str) -> Any:
     key = source.untouched(name) if isinstance(source, LazyStateDict) else None
     if isinstance(source, LazyStateDict) and key is not None:
         return source.stored.read(key)  # `source` does not keep it in memory
-    return source[name]
+    value = source[name]
+    if isinstance(value, Shard):
+        raise CheckpointError(
+            f"the model loads {name} by its own code, which needs it unsharded, and here are shards of it.",
+            remedy="Load it from a checkpoint.",
+        )
+    return value
 
 
 def _moved(value: Any, device: torch.device | None) -> Any:

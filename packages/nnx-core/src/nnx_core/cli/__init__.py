@@ -220,7 +220,7 @@ def start_script(
         str, typer.Option("--on", help="ray, torchrun, slurm, elastic, or the launcher of a plugin.")
     ] = "",
     elastic: Annotated[
-        int, typer.Option("--elastic", min=0, help="Short for `--on elastic --devices N`: N groups.")
+        int, typer.Option("--elastic", min=0, help="Short for `--on elastic --option groups=N`.")
     ] = 0,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="How many nodes there are.")] = 1,
     devices: Annotated[int, typer.Option("--devices", min=1, help="How many processes a node has.")] = 1,
@@ -242,9 +242,10 @@ def start_script(
     if not command:
         what = f"--on {on}" if on else f"--elastic {elastic}"
         raise OptionError("no script is given.", remedy=f"Write `nnx run {what} -- train.py`.")
+    given = _values(options or [], "--option")
     if elastic:
-        on, devices = "elastic", elastic
-    launcher, unknown = make_launcher(on, _values(options or [], "--option"))
+        on, given["groups"] = "elastic", elastic
+    launcher, unknown = make_launcher(on, given)
     if unknown:
         known = ", ".join(item.name for item in fields(launcher.Options)) or "none"
         raise OptionError(

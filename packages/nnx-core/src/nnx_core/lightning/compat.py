@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property, partial, wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -137,6 +138,59 @@ def dump_checkpoint(trainer: Any) -> dict[str, Any]:
     """
     checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     return checkpoint
+
+
+@contextmanager
+def restore_from(trainer: Any, checkpoint: dict[str, Any]) -> Iterator[None]:
+    """Restore a Trainer in ``on_train_start`` from the dict of a checkpoint; the block restores the model.
+
+    Upstream: ``trainer._checkpoint_connector`` and its ``_loaded_checkpoint``.
+    """
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = checkpoint
+    yield
+    connector.restore_datamodule()
+    connector.restore_callbacks()
+    connector.restore_training_state()
+    connector._loaded_checkpoint = {}
+
+
+def begin_with_next_batch(trainer: Any, set_counters: Callable[[], None]) -> None:
+    """Begin training, after the loops were restored in ``on_train_start``, with the batch after the last one.
+
+    Lightning would otherwise validate after the last batch once more.
+
+    Args:
+        trainer: The Trainer.
+        set_counters: Function that sets the loops' counters to the position in the data.
+
+    Upstream: ``_data_fetcher`` of ``trainer.fit_loop``; ``_should_check_val_fx`` and
+    ``_batches_that_stepped`` of its ``epoch_loop``.
+    """
+    loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    iter(loop._data_fetcher)
+    loop.reset()
+    set_counters()
+    if epoch.batch_progress.current.ready == 0:
+        epoch.restarting = False  # this epoch has no batch to resume after
+    elif epoch._should_check_val_fx(loop._data_fetcher):
+        epoch._batches_that_stepped -= 1  # it counts the batch before once more
+
+
+def training_loaders(trainer: Any) -> list[Any]:
+    """Return the training loaders of a run, which has begun.
+
+    Upstream: ``trainer.fit_loop._combined_loader``.
+    """
+    return list(trainer.fit_loop._combined_loader.flattened)
+
+
+def call_before_transfer(module: Any, batch: Any) -> Any:
+    """Call the hooks of a module before a training batch goes to the device.
+
+    Upstream: ``LightningModule._on_before_batch_transfer``.
+    """
+    return module._on_before_batch_transfer(batch, dataloader_idx=0)
 
 
 def choose_checkpoint(trainer: Any, choose: Callable[[Any], Any]) -> None:

@@ -22,6 +22,7 @@ KnownName = Literal[
     "fairscale_sharded", "fsdp_auto", "fsdp_hybrid", "fsdp_manual", "fsdp_offload", "nnscaler",
     "nnscaler_deduped", "nnscaler_dp", "nnscaler_hybrid", "nnscaler_pp", "nnscaler_tp", "nnscaler_zero",
     "nnx_deepspeed_1", "nnx_deepspeed_2", "nnx_deepspeed_3", "nnx_deepspeed_3_cpu", "torchft_ddp",
+    "torchft_hsdp",
 ]  # fmt: skip
 """The names of nnx's own packages, for completion in editors; all other names of plugins work, too."""
 

@@ -108,6 +108,11 @@ class StrategyOfTrainer:
         made = _strategy_class_of(cls, trainer_tree())  # type: ignore[arg-type] # mypy on hashes
         return cast("Self", object.__new__(made))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the named class: another process makes the class for the same tree again."""
+        own: Any = self
+        return _empty_strategy, (type(self).__bases__[0], own.root), own.__getstate__()
+
     def _build(self, backend: type[Any], name: str, given: dict[str, Any], **lightning: Any) -> None:
         """Make the backend, and initialize its strategy.
 
@@ -121,6 +126,10 @@ class StrategyOfTrainer:
         cast("Any", super()).__init__(
             backend(backend.Options(**own)), name=name, common=CommonOptions(**common), **lightning
         )
+
+
+def _empty_strategy(cls: type, root: str) -> Any:
+    return object.__new__(_strategy_class_of(cls, root))
 
 
 @cache

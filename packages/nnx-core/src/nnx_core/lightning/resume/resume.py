@@ -54,6 +54,7 @@ class TrainingData:
         self._index = 0
         self._beginning: _Beginning | None = None
         self._loaders: list[Any] = []
+        self._shares = 1
         self._final: list[Position | None] | None = None
 
     def positions(self, trainer: Any) -> list[Position | None]:
@@ -70,12 +71,11 @@ class TrainingData:
         # Lightning's counter, not the samplers', tells the consumed batches: workers fetch ahead of training.
         since = fit.epoch_loop.batch_progress.current.processed - begun.batches
         samplers = [tracked(loader) for loader in loaders]
-        if all(sampler is None for sampler in samplers):
-            return [None] * len(samplers)  # also after the run, when the data-parallel size is unknown
-        size = _data_parallel_size(trainer)
         mode = fit._combined_loader._mode
         return [
-            None if sampler is None else sampler.position(_in_pass(first + since, sampler, mode), size)
+            None
+            if sampler is None
+            else sampler.position(_in_pass(first + since, sampler, mode), self._shares)
             for sampler, first in zip(samplers, begun.items, strict=True)
         ]
 
@@ -113,6 +113,7 @@ class TrainingData:
             return
         sampler = track(loader)
         self._loaders.append(loader)
+        self._shares = _shares_of_data(trainer)
         saved = self._saved[index] if index < len(self._saved) else None
         if saved is not None and saved.seed is not None and hasattr(sampler.leaf, "seed"):
             sampler.leaf.seed = saved.seed
@@ -124,7 +125,7 @@ class TrainingData:
         if saved is None:
             self._begin_without_position(sampler)
         else:
-            self._begin_at(sampler, saved, _data_parallel_size(trainer))
+            self._begin_at(sampler, saved, self._shares)
 
     def _begin_without_position(self, sampler: TrackedSampler) -> None:
         """Begin at the batch count of a checkpoint of Lightning, which assumes the same world size."""
@@ -211,7 +212,7 @@ def _late_iterator(loader: Any) -> Iterator[Any]:
     yield from loader
 
 
-def _data_parallel_size(trainer: Any) -> int:
+def _shares_of_data(trainer: Any) -> int:
     share = trainer.distributed_sampler_kwargs
     return 1 if share is None else share["num_replicas"]
 

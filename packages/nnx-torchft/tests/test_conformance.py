@@ -1,0 +1,44 @@
+"""One group of two processes keeps the promises of a strategy that do not count batches by rank.
+
+The suite gives each rank batches of its own, and elastic training divides each batch of the loader over the
+ranks. So its checks of samplers, reductions and losses by rank do not apply. `test_sharded.py` compares the
+samples of groups with one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("nnx_torchft._torchft_compat", reason="torchft is not installed")
+
+from test_elastic import address_of, new_lighthouse
+
+from nnx_conformance import StrategyConformance
+from nnx_conformance.runner import select_checks
+
+NOT_OURS = ("batch_size_differs_by_rank", "error_before_first_forward")
+"""Checks of batches by rank, and of manual optimization, which is refused."""
+
+
+@pytest.fixture(scope="class", autouse=True)
+def lighthouse(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start the lighthouse that all runs of the class meet at."""
+    server = new_lighthouse()
+    request.cls.options = {**request.cls.options, "lighthouse": address_of(server)}
+    yield
+    server.shutdown()
+
+
+@pytest.mark.full
+class TestTorchftHsdp(StrategyConformance):
+    """The engine within a group."""
+
+    strategy = "torchft_hsdp"
+    options = {"min_num_params": 100}  # noqa: RUF012
+    only = tuple(
+        check.name
+        for check in select_checks(("numbers", "models", "stages", "lifecycle"))
+        if check.name not in NOT_OURS
+    )
