@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 400.0
+TIMEOUT = 250.0
 """Seconds that a test waits for anything."""
 
 
