@@ -141,12 +141,13 @@ _OPEN: list[LoopRecording] = []
 """The recordings of this process that have not ended."""
 
 
-def finish_all() -> bool:
-    """End the records of a script that ended before all steps; return False if there is none with a step."""
-    found = [recording for recording in _OPEN if recording.recorder is not None and recording.recorder.step]
-    for recording in found:
+def finish_all(job: Job) -> bool:
+    """End the records of a job's script that ended before all steps; return False if no step was recorded."""
+    found = [each for each in _OPEN if each.job is not None and each.job.directory == job.directory]
+    stepped = [each for each in found if each.recorder is not None and each.recorder.step]
+    for recording in stepped:
         recording.finish()
-    return bool(found)
+    return bool(stepped)
 
 
 class _Recorded:

@@ -39,7 +39,7 @@ def run_job(job: Job) -> None:
             runpy.run_path(str(script), run_name="__main__")
         except Done:
             return
-        if finish_all():
+        if finish_all(job):
             return
     raise OptionError(
         f"{job.script!r} ended without `Trainer.fit`, `Fabric.setup` or `nnx.record`.",
