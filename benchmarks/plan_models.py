@@ -224,7 +224,14 @@ class T5(HuggingFace):
         from transformers import T5Config, T5ForConditionalGeneration
 
         config = T5Config(
-            vocab_size=self.words, d_model=192, d_kv=32, d_ff=512, num_layers=6, num_heads=6, dropout_rate=0.0
+            vocab_size=self.words,
+            d_model=192,
+            d_kv=32,
+            d_ff=512,
+            num_layers=6,
+            num_heads=6,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
         )
         config.use_cache = False
         return T5ForConditionalGeneration(config)

@@ -3,22 +3,29 @@
 A cell is a model, a strategy and a number of gloo processes. The truth is torch's CPU allocator: the
 profiler reports each block that is allocated and freed, on rank zero, in the third step of a real Trainer. A
 block that one operator allocates and frees is its workspace: it is no tensor, so it has a column of its own.
+The models of a strategy and a number of processes share one launch.
 
-    python benchmarks/plan_truth.py --models GPT CNN LSTM --worlds 1 2
+    python benchmarks/plan_truth.py --worlds 1 2 4 --keep /tmp/cells
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from plan_models import MODELS
+from torch.utils.data import IterableDataset
 
 STRATEGIES = ("ddp", "fsdp_auto", "nnscaler_zero", "colossalai", "nnx_deepspeed_2")
 PHASES = ("forward", "backward", "step")
@@ -32,6 +39,13 @@ _MAKES = {
 }
 
 
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+_ONE_HEAP = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": f"{1 << 32}", "MALLOC_TRIM_THRESHOLD_": "-1"}
+_NEVER = 1 << 62
+Stack = tuple[tuple[str, int], ...]
+"""The names and the ends of the operators around a block."""
+
+
 class Block(NamedTuple):
     """Memory of the allocator, from its start to its end, in nanoseconds."""
 
@@ -42,13 +56,20 @@ class Block(NamedTuple):
     stack: tuple[str, ...]
 
 
-def measure(model_name: str, strategy: str, world: int, precision: str, dump: str) -> None:
-    """Run a cell, and print the peaks of its third step on rank zero."""
+def measure(names: Sequence[str], strategy: str, world: int, precision: str, dump: str) -> None:
+    """Run the cells of a strategy, and print the peaks of the third step of each on rank zero."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for name in names:
+        truth = _measure(name, strategy, world, precision, dump)
+        if truth:
+            print(f"TRUTH {name} {json.dumps(truth)}", flush=True)
+        gc.collect()
+
+
+def _measure(name: str, strategy: str, world: int, precision: str, dump: str) -> dict[str, Any]:
     import lightning.pytorch as pl
     import torch
-    from plan_models import MODELS
     from torch.profiler import ProfilerActivity, profile, record_function
 
     class Marks(pl.Callback):
@@ -76,14 +97,9 @@ def measure(model_name: str, strategy: str, world: int, precision: str, dump: st
             self.mark("end")
             self.step += 1
 
-    class Data(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            for _ in range(5):
-                yield batch
-
     torch.manual_seed(0)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        model = MODELS[model_name]()
+        model = MODELS[name]()
         batch = model.batch()
         trainer = pl.Trainer(
             strategy=strategy,
@@ -98,17 +114,30 @@ def measure(model_name: str, strategy: str, world: int, precision: str, dump: st
             callbacks=[Marks()],
             use_distributed_sampler=False,
         )
-        trainer.fit(model, torch.utils.data.DataLoader(Data(), batch_size=None))
-    if trainer.global_rank == 0:
-        blocks, marks = _blocks(profiler.profiler.kineto_results.experimental_event_tree())
-        print("TRUTH " + json.dumps(_peaks(blocks, marks, dump)))
+        trainer.fit(model, torch.utils.data.DataLoader(_Batches(batch), batch_size=None))
+        # Threads of gloo free blocks unseen. To fill the heap shows them: a new block takes their place.
+        filling = [torch.empty(size, dtype=torch.uint8) for size in (1 << 16, 1 << 12) for _ in range(4000)]
+        del filling
+    if trainer.global_rank:
+        return {}
+    return _peaks(*_blocks(profiler.profiler.kineto_results.experimental_event_tree()), dump)
+
+
+class _Batches(IterableDataset[Any]):
+    """One batch, several times."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        return repeat(self.batch, 5)
 
 
 def _blocks(roots: list[Any]) -> tuple[list[Block], dict[str, int]]:
     """Return all blocks and the times of the marks."""
-    found: list[tuple[int, int, int, tuple[tuple[str, int], ...]]] = []
+    found: list[tuple[int, int, int, Stack]] = []
     marks: dict[str, int] = {}
-    waiting: list[tuple[Any, tuple[tuple[str, int], ...]]] = [(root, ()) for root in roots]
+    waiting: list[tuple[Any, Stack]] = [(root, ()) for root in roots]
     while waiting:
         event, stack = waiting.pop()
         fields = event.extra_fields
@@ -119,41 +148,41 @@ def _blocks(roots: list[Any]) -> tuple[list[Block], dict[str, int]]:
             marks[event.name[5:]] = event.start_time_ns
         inner = (*stack, (event.name, event.end_time_ns))
         waiting += [(child, inner) for child in event.children]
-    blocks, live = [], {}
-    for time, pointer, nbytes, stack in sorted(found, key=lambda one: one[0]):
-        before = live.pop(pointer, None)
-        if before is not None:
-            blocks.append(_block(before, time if nbytes < 0 else None, marks))
-        if nbytes > 0:
-            live[pointer] = time, nbytes, stack
-    return blocks + [_block(one, None, marks) for one in live.values()], marks
+    blocks: list[Block] = []
+    live: dict[int, tuple[int, int, Stack]] = {}
+    addresses: list[int] = []  # of the live blocks, sorted
+
+    def end(address: int, time: int, *, seen: bool) -> None:
+        start, nbytes, stack = live.pop(address)
+        addresses.remove(address)
+        last = time if seen else min(time, _end_unseen(start, stack, marks))
+        blocks.append(_block(start, last, nbytes, stack))
+
+    for time, address, nbytes, stack in sorted(found, key=lambda one: one[0]):
+        if nbytes < 0:
+            if address in live:
+                end(address, time, seen=True)
+            continue
+        place = bisect_left(addresses, address)
+        covered = addresses[place : bisect_left(addresses, address + nbytes)]
+        before = addresses[place - 1 : place]
+        for other in covered + [one for one in before if one + live[one][1] > address]:
+            end(other, time, seen=False)
+        insort(addresses, address)
+        live[address] = time, nbytes, stack
+    return blocks + [_block(start, _NEVER, nbytes, stack) for start, nbytes, stack in live.values()], marks
 
 
-def _block(
-    made: tuple[int, int, tuple[tuple[str, int], ...]], end: int | None, marks: dict[str, int]
-) -> Block:
-    start, nbytes, stack = made
-    names = tuple(name for name, _ in stack)
-    if end is None:
-        end = _end_elsewhere(start, stack, marks)
-    operators = [(name, until) for name, until in stack if name.startswith("aten::") and name not in _MAKES]
-    is_workspace = bool(operators) and end <= operators[-1][1]
-    return Block(start, end, nbytes, is_workspace, names)
+def _block(start: int, end: int, nbytes: int, stack: Stack) -> Block:
+    operators = [until for name, until in stack if name.startswith("aten::") and name not in _MAKES]
+    is_workspace = bool(operators) and end <= operators[-1]
+    return Block(start, end, nbytes, is_workspace, tuple(name for name, _ in stack))
 
 
-def _end_elsewhere(start: int, stack: tuple[tuple[str, int], ...], marks: dict[str, int]) -> int:
-    """Return when a block was freed whose end the profiler has not seen.
-
-    A thread of gloo may drop the last reference to a tensor that was sent. A collective's own blocks end with
-    it. Blocks that a later step makes end with their phase; only the first step makes tensors that stay.
-    """
+def _end_unseen(start: int, stack: Stack, marks: dict[str, int]) -> int:
+    """Return when a block ended at the latest, if a thread of gloo freed it: with its collective or phase."""
     sent = [until for name, until in stack if name.startswith(("c10d::", "gloo:"))]
-    if sent:
-        return sent[0]
-    following = sorted(time for time in marks.values() if time > start)
-    is_first = start < marks.get("1:forward", 0)
-    stays = is_first and not any(name.startswith("FSDP::") for name, _ in stack)
-    return 1 << 62 if stays or start < marks["0:forward"] or not following else following[0]
+    return sent[0] if sent else min((time for time in marks.values() if time > start), default=start)
 
 
 def _peaks(blocks: list[Block], marks: dict[str, int], dump: str) -> dict[str, Any]:
@@ -187,8 +216,6 @@ def _peak(blocks: list[Block], start: int, until: int, dump: str) -> tuple[int, 
 
 def predict(model_name: str, strategy: str, world: int, precision: str) -> dict[str, Any]:
     """Return the predicted peak of each phase."""
-    from plan_models import MODELS
-
     from nnx_core.planning.estimate import World
     from nnx_core.planning.model import estimator, trace_module
 
@@ -200,68 +227,82 @@ def predict(model_name: str, strategy: str, world: int, precision: str) -> dict[
     return {phase.name: phase for phase in estimate.phases}
 
 
-def run_cell(model: str, strategy: str, world: int, precision: str, dump: str = "") -> dict[str, Any]:
-    """Run a cell in processes of its own, and return the truth."""
-    command = [sys.executable, __file__, "--measure", model, strategy, str(world), precision, dump]
-    variables = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=900)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("TRUTH ")]
+def run_cells(
+    models: Sequence[str], strategy: str, world: int, precision: str, dump: str
+) -> dict[str, dict[str, Any]]:
+    """Run cells of a strategy one after the other in processes of their own, and return the truth of each."""
+    command = [sys.executable, __file__, "--measure", ",".join(models), strategy, str(world), precision, dump]
+    one_heap = {
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_THRESHOLD_": "4294967296",
+        "MALLOC_TRIM_THRESHOLD_": "-1",
+    }
+    variables = os.environ | {"OMP_NUM_THREADS": "1"} | one_heap
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    lines = [line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith("TRUTH ")]
     if dump:
         print("\n".join(line for line in done.stdout.splitlines() if line[:1] in "+-="))
-    if not lines:
-        raise RuntimeError(f"{model} under {strategy} on {world} ended with {done.stderr[-2000:]}")
-    return json.loads(lines[0][6:])
+    found = {name: json.loads(truth) for _, name, truth in lines}
+    for name in models:
+        if name not in found:
+            print(f"{name} under {strategy} on {world} ended with {done.stderr[-2000:]}")
+            break
+    return found
 
 
 def main() -> int:
     """Run the cells, and print the table and the share of cells within 1 %."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["GPT", "CNN", "LSTM"])
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--precision", default="32-true")
-    parser.add_argument("--runs", type=int, default=1, help="take the least of several runs of a cell")
     parser.add_argument("--keep", type=Path, help="a directory for measured cells, which are not run again")
     parser.add_argument("--dump", default="", help="print the blocks of a phase of each cell")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        model, strategy, world, precision, dump = arguments.measure
-        measure(model, strategy, int(world), precision, dump)
+        names, strategy, world, precision, dump = arguments.measure
+        measure(names.split(","), strategy, int(world), precision, dump)
         return 0
     errors: list[tuple[float, str]] = []
     print(f"{'model':6} {'strategy':16} ranks {'phase':9}{'predicted':>12}{'tensors':>12}  error  workspace")
     for strategy in arguments.strategies:
         for world in arguments.worlds:
-            for model in arguments.models:
-                errors.append(_compare(model, strategy, world, arguments))
+            truths = _truths(strategy, world, arguments)
+            errors += [_compare(name, strategy, world, arguments, truths[name]) for name in truths]
     good = sum(abs(error) <= 0.01 for error, _ in errors)
-    print(f"{good} of {len(errors)} cells are within 1 % ({100 * good / len(errors):.0f} %)")
-    print(
-        "worst:", ", ".join(f"{name} {100 * error:+.2f} %" for error, name in sorted(errors, key=_size)[-5:])
-    )
+    cells = len(arguments.strategies) * len(arguments.worlds) * len(arguments.models)
+    print(f"{good} of {cells} cells are within 1 % ({100 * good / cells:.0f} %)")
+    worst = sorted(errors, key=lambda one: abs(one[0]))[-5:]
+    print("worst:", ", ".join(f"{name} {100 * error:+.2f} %" for error, name in worst))
     return 0
 
 
-def _size(one: tuple[float, str]) -> float:
-    return abs(one[0])
+def _truths(strategy: str, world: int, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the truth of each model, from the directory of kept cells or from a run."""
+
+    def kept(name: str) -> Path | None:
+        folder: Path | None = arguments.keep
+        return folder and folder / f"{name}.{strategy}.{world}.{arguments.precision}.json"
+
+    files = {name: kept(name) for name in arguments.models}
+    found = {name: json.loads(file.read_text()) for name, file in files.items() if file and file.exists()}
+    missing = [name for name in arguments.models if name not in found or arguments.dump]
+    if missing:
+        ran = run_cells(missing, strategy, world, arguments.precision, arguments.dump)
+        for name, truth in ran.items():
+            if file := files[name]:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps(truth))
+        found |= ran
+    return {name: found[name] for name in arguments.models if name in found}
 
 
-def _compare(model: str, strategy: str, world: int, arguments: argparse.Namespace) -> tuple[float, str]:
+def _compare(
+    model: str, strategy: str, world: int, arguments: argparse.Namespace, truth: dict[str, Any]
+) -> tuple[float, str]:
     predicted = predict(model, strategy, world, arguments.precision)
-    kept = arguments.keep and arguments.keep / f"{model}.{strategy}.{world}.{arguments.precision}.json"
-    if kept and kept.exists() and not arguments.dump:
-        truth = json.loads(kept.read_text())
-    else:
-        runs = [
-            run_cell(model, strategy, world, arguments.precision, arguments.dump)
-            for _ in range(arguments.runs)
-        ]
-        # A thread of gloo may free a tensor unseen in one run and not in another: the least is the truth.
-        truth = min(runs, key=lambda run: run["forward"]["begin"])
-        if kept:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps(truth))
     for phase in PHASES:
         mine, real = predicted[phase].peak, truth[phase]["tensors"]
         space = truth[phase]["allocator"] - real

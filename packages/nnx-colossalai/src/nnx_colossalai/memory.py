@@ -137,7 +137,7 @@ class ChunkMemory(UnitMemory):
             super()._reduce(name)
             return
         self._free(name)
-        came = self._came.pop(name, 0)
+        came = sum(self._came.pop(name, []))
         tier = self.tiers.get(name)
         if tier is not None and tier.steps_on_host:
             self.memory.add("gradients", -came)

@@ -1,24 +1,29 @@
-"""``nnx plan``: the trace, the repetition of layers, the table, its advice and bad input."""
+"""``nnx plan``: the trace, the table, its advice and bad input."""
 
 from __future__ import annotations
 
 import json
 import resource
+import sys
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import nnx
 from nnx_core.cli import plan as command
 from nnx_core.cli.schema import schema_of
-from nnx_core.errors import OptionError, StrategyNotFoundError
+from nnx_core.errors import OptionError, StrategyNotFoundError, UnsupportedError
 from nnx_core.planning.estimate import World
 from nnx_core.planning.model import trace_module
-from nnx_core.planning.repeat import equal_layers
-from nnx_core.planning.replay import Replay
+from nnx_core.planning.record import Recorder
+from nnx_core.planning.table import Plan
+from nnx_core.planning.trace import Event, Kind, Parameter, Trace
+from nnx_core.planning.units import UnitMemory
 
 
 class Block(nn.Module):
@@ -54,53 +59,14 @@ class Stack(pl.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-class AllLayersSeen(Stack):
-    """Its head reads the outputs of all layers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        seen = []
-        for block in self.blocks:
-            x = block(x)
-            seen.append(x)
-        return self.last(torch.stack(seen).sum(0))
-
-
 class DependsOnData(Stack):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self(batch[batch.sum(1) > 0]).mean() * float(batch.mean())
 
 
-def peaks(module: type[nn.Module], *, repeat: bool) -> list[tuple[str, int, int]]:
-    trace = trace_module(module, torch.zeros(16, 8), accelerator="cpu", repeat=repeat)
-    return [(phase.name, phase.peak, phase.end) for phase in Replay(trace, World(size=1)).run().phases]
-
-
-def test_repeated_layers_equal_traced_layers() -> None:
-    trace = trace_module(Stack, torch.zeros(16, 8), accelerator="cpu")
-    assert trace.layers == (("blocks", 9),)
-    assert len(trace.parameters) == 4 + 9 * 6
-    assert peaks(Stack, repeat=True) == peaks(Stack, repeat=False)
-
-
-@pytest.mark.parametrize("module", [AllLayersSeen, Stack])
-def test_events_of_repeated_layers_name_every_layer(module: type[nn.Module]) -> None:
-    repeated = trace_module(module, torch.zeros(16, 8), accelerator="cpu")
-    traced = trace_module(module, torch.zeros(16, 8), accelerator="cpu", repeat=False)
-    gradients = [sorted(e.name for e in t.events if e.kind.value == "gradient") for t in (repeated, traced)]
-    assert gradients[0] == gradients[1]
-
-
-def test_layers_of_other_settings_are_no_run() -> None:
-    layers = nn.ModuleList(nn.Dropout(0.1 * at) for at in range(9))
-    assert equal_layers(layers) == []
-    assert [run.count for run in equal_layers(nn.ModuleList(nn.Linear(2, 2) for _ in range(6)))] == [6]
-
-
 def test_the_trace_counts_what_the_memory_tracker_of_torch_counts() -> None:
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from nnx_core.planning.record import Recorder
     from nnx_core.planning.tracing import fake_mode
 
     with fake_mode():
@@ -119,6 +85,43 @@ def test_the_trace_counts_what_the_memory_tracker_of_torch_counts() -> None:
             assert loss.requires_grad  # its graph keeps the activations
         parameters = sum(p.numel() * 4 for p in model.parameters())
     assert ours == theirs["Total"] - parameters
+
+
+def test_a_layer_ends_its_backward_before_the_one_that_feeds_it_begins() -> None:
+    trace = trace_module(Stack, torch.zeros(16, 8), accelerator="cpu")
+    order = [(event.kind, event.name) for event in trace.events]
+    before, after = (Kind.LEAVE_BACKWARD, "blocks.5"), (Kind.ENTER_BACKWARD, "blocks.4")
+    assert order.index(before) < order.index(after)
+
+
+def test_a_unit_whose_input_has_no_gradient_is_reduced_at_the_end_with_its_gradient_alive() -> None:
+    parameters = {name: Parameter(name, (100,), 4) for name in ("a.w", "b.w")}
+    events = [Event(Kind.PHASE, "backward")]
+    for storage, name in enumerate(("a", "b")):
+        events += [Event(Kind.ENTER_BACKWARD, name), Event(Kind.MAKE, "", storage, 400)]
+        events.append(Event(Kind.GRADIENT, f"{name}.w", storage, 400))
+    trace = Trace(events=tuple(events), parameters=parameters)
+    replay = UnitMemory(trace, World(size=2, accelerator="cpu"), units=["a", "b"])
+    backward = replay.run().phases[1]
+    # Shards of 200 of both, b gathered and both gradients of 400; the input of a's reduction, its shard and
+    # gloo's copy.
+    assert backward.peak == 2 * 200 + 400 + 2 * 400 + 400 + 200 + 400
+    assert backward.end == 2 * 200 + 2 * 200
+
+
+def test_the_plot_is_drawn_and_its_errors_are_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+
+    def draw(path: Path) -> None:
+        nnx.plan(Stack, torch.zeros(4, 8), memory="1MB", strategies=["ddp", "fsdp"], plot=path)
+
+    draw(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(OptionError, match=r"cannot write the plot .*memory\.cat"):
+        draw(tmp_path / "memory.cat")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UnsupportedError, match="matplotlib is not installed"):
+        draw(tmp_path / "memory.png")
 
 
 def test_no_weight_is_allocated() -> None:
@@ -156,12 +159,56 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
         assert (found.fits != "no") == fits, size
 
 
-def test_the_advice_is_the_smaller_batch_and_the_plan_with_it_fits() -> None:
-    row = nnx.plan(Stack, torch.zeros(512, 8), memory="5MB", accelerator="cpu", strategies=["ddp"])["ddp"]
-    assert row.fits == "no"
+def bytes_of_run(batch: Tensor, *, recompute: str = "") -> int:
+    """Return the peak of two real steps of one process, and the buckets of ddp."""
+    model = Stack()
+    for layer in model.modules():
+        if type(layer).__name__ == recompute:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    optimizer = model.configure_optimizers()
+    recorder = Recorder(model)
+    recorder.ignore(batch)
+    with recorder:
+        for _ in range(2):
+            loss = model.training_step(batch, 0)
+            optimizer.zero_grad()
+            loss.backward()
+            del loss
+            optimizer.step()
+    return recorder.peak + 2 * sum(p.nbytes for p in model.parameters()) + batch.nbytes
+
+
+def planned(batch: Tensor, memory: int | None = None, *, devices: int = 1, **options: object) -> Plan:
+    names = ["ddp", "fsdp"]
+    return nnx.plan(
+        Stack, batch, memory=memory, devices=devices, options=options, accelerator="cpu", strategies=names
+    )
+
+
+def test_the_first_advice_is_a_smaller_batch_and_the_run_fits_with_it() -> None:
+    batch, limit = torch.zeros(512, 8), 5_000_000
+    row = planned(batch, limit)["ddp"]
+    assert (row.fits, bytes_of_run(batch) > limit) == ("no", True)
     assert row.cure.startswith(f"batch {row.largest_batch} a device, with accumulate_grad_batches=")
-    smaller = torch.zeros(row.largest_batch or 0, 8)
-    assert nnx.plan(Stack, smaller, memory="5MB", accelerator="cpu", strategies=["ddp"])["ddp"].fits != "no"
+    assert bytes_of_run(batch[: row.largest_batch]) <= limit
+
+
+def test_the_second_advice_is_to_recompute_and_the_run_fits_with_it() -> None:
+    batch = torch.zeros(1, 512, 8)
+    needed = planned(batch, activation_checkpointing=Block)["ddp"].estimate
+    assert needed is not None
+    row = planned(batch, needed.peak)["ddp"]
+    assert (row.fits, row.largest_batch) == ("no", 0)
+    assert row.cure == "recompute activations: torch.utils.checkpoint around each Block"
+    assert bytes_of_run(batch, recompute="Block") <= needed.peak < bytes_of_run(batch)
+
+
+def test_the_third_advice_is_a_strategy_that_fits() -> None:
+    batch, limit = torch.zeros(4, 8), 1_000_000
+    found = planned(batch, limit, devices=8)
+    assert (found["ddp"].fits, found["ddp"].cure) == ("no", "another strategy fits: fsdp")
+    assert found["fsdp"].estimate is not None
+    assert found["fsdp"].estimate.peak <= limit
 
 
 def test_optimizers_whose_state_is_lazy_or_per_parameter_are_counted() -> None:
@@ -182,6 +229,8 @@ def test_bad_input_is_refused() -> None:
         nnx.plan(Stack, batch, precision="fp8")
     with pytest.raises(StrategyNotFoundError, match="fsdp_autos"):
         nnx.plan(Stack, batch, strategies=["fsdp_autos"])
+    with pytest.raises(OptionError, match="activation_checkpointing names 'Blok'"):
+        nnx.plan(Stack, batch, options={"activation_checkpointing": "Blok"})
     with pytest.raises(OptionError, match="neither example_input_array nor train_dataloader"):
         nnx.plan(Stack)
     decimal = nnx.plan(Stack, batch, memory="80GB", strategies=["ddp"]).world.memory

@@ -71,17 +71,20 @@ class RowMemory(Replay):
         at = self._bucket_of.get(name)
         if self.world.size == 1 or at is None or not self._is_forward:
             return
+        if name not in self._present:
+            self._read(at)
         # In host memory user code gets a copy, which shows its writes.
         if self.world.accelerator == "cpu" and name not in self._used:
             self._used.add(name)
             self.memory.add("temporary", self.trace.parameters[name].nbytes)
-        if name in self._present:
-            return
+
+    def _read(self, at: int) -> None:
+        """Gather a bucket and copy its parameters out of it, and start to gather the next one."""
         if self._ahead != at:
             self._gather(at)
         self._ahead = None
-        several = len(self._buckets[at]) > 1
-        if not several:  # the parameter is a view of the gathered buffer
+        several = len(self._buckets[at]) > 1  # else the parameter is a view of the gathered buffer
+        if not several:
             self.memory.add("communication", -self._complete(at))
         for parameter in self._buckets[at]:
             if parameter.name not in self._present:
@@ -89,12 +92,10 @@ class RowMemory(Replay):
                 self._present.add(parameter.name)
         if several:
             self.memory.add("communication", -self._complete(at))
-        following = at + 1
-        if following < len(self._buckets) and not any(
-            p.name in self._present for p in self._buckets[following]
-        ):
-            self._gather(following)
-            self._ahead = following
+        following = self._buckets[at + 1 : at + 2]
+        if following and self._present.isdisjoint(p.name for p in following[0]):
+            self._gather(at + 1)
+            self._ahead = at + 1
 
     def _value(self, parameter: Parameter) -> int:
         return self.world.size * self._rows(parameter)
@@ -141,11 +142,11 @@ class RowMemory(Replay):
             }
             self._sent = sum(map(self._complete, self._missing))
             self.memory.add("communication", self._sent)
-        self.memory.add("gradients", -nbytes)
         self._missing[at].discard(name)
         if not self._missing[at]:
             self.memory.add("gradients", sum(map(self._rows, self._buckets[at])))
             self.copy_by_gloo(self._complete(at))
+        self.memory.add("gradients", -nbytes)
 
     @override
     def end_backward(self) -> None:

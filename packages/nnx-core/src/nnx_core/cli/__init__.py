@@ -143,6 +143,9 @@ def plan_run(
     script: Annotated[
         Path | None, typer.Option("--script", help="Plan the Trainer.fit of this script instead.")
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the memory over a step into this file.")
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Predict the memory of every strategy: fits or what is missing, and the cheapest cure."""
@@ -166,6 +169,7 @@ def plan_run(
         accelerator=accelerator,
         optimizer=optimizer,
         strategies=strategy,
+        plot=plot,
     )
     raise typer.Exit(code)
 

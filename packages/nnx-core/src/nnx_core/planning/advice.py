@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from nnx_core.names.registry import StrategyRegistry
 from nnx_core.planning.estimate import World
+from nnx_core.planning.fakes import repeated_classes
 from nnx_core.planning.model import Model
 from nnx_core.planning.table import Row
 
@@ -48,14 +49,18 @@ class Advisor:
         return f"batch {row.largest_batch} a device, with accumulate_grad_batches={steps}"
 
     def _recompute(self, row: Row) -> str:
-        estimate = self._model.estimate(row.strategy, self._world, recompute=True)
-        if estimate is None or self._world.memory is None or estimate.peak > self._world.memory:
+        classes = repeated_classes(self._model.trace().module)
+        if not classes or self._world.memory is None:
             return ""
+        estimate = self._model.estimate(row.strategy, self._world, recompute=classes)
+        if estimate is None or estimate.peak > self._world.memory:
+            return ""
+        names = ",".join(classes)
         if row.strategy in StrategyRegistry:
             spec = StrategyRegistry.get(row.strategy)
             if spec.capabilities.activation_checkpointing:
-                return "recompute activations: activation_checkpointing= with the class of the layers"
-        return "recompute activations: torch.utils.checkpoint around each layer"
+                return f"recompute activations: activation_checkpointing={names}"
+        return f"recompute activations: torch.utils.checkpoint around each {names}"
 
     def _other_strategy(self, row: Row) -> str:
         fitting = [other for other in self._rows if other.fits in ("yes", "tight")]

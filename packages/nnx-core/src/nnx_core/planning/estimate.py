@@ -116,12 +116,14 @@ class Memory:
         device: The bytes on the device, by kind.
         host: The bytes in host memory.
         total: The sum of `device`.
+        history: The phase and the bytes by kind after each change, if it is a list.
     """
 
     def __init__(self) -> None:
         self.device = dict.fromkeys(KINDS, 0)
         self.host = 0
         self.total = 0
+        self.history: list[tuple[str, tuple[int, ...]]] | None = None
         self._phases: list[Phase] = []
         self._name = ""
         self._peak = self._host_peak = 0
@@ -134,6 +136,8 @@ class Memory:
         if self.total > self._peak:
             self._peak = self.total
             self._kinds = dict(self.device)
+        if self.history is not None:
+            self.history.append((self._name, tuple(self.device.values())))
 
     def add_briefly(self, kind: str, nbytes: int) -> None:
         """Allocate bytes on the device and free them at once, so that only a peak has them."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nnx_core._torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map_only
 from nnx_core.errors import OptionError
+from nnx_core.view.modules import Layers
 
 __all__ = [
     "DTYPES",
@@ -30,7 +33,9 @@ __all__ = [
     "loss_of",
     "optimizers_of",
     "recomputing",
+    "repeated_classes",
     "scaled_batch",
+    "unpacked_sequences",
 ]
 
 DTYPES = {
@@ -207,21 +212,36 @@ def _optimizers(value: Any) -> Iterator[Optimizer]:
 
 
 @contextmanager
-def recomputing(module: nn.Module, is_on: bool) -> Iterator[None]:
-    """Recompute the activations of layers that repeat, within a context."""
-    layers = repeated_layers(module) if is_on else []
-    for layer in layers:
+def recomputing(module: nn.Module, layers: Layers) -> Iterator[None]:
+    """Recompute the activations of layers, within a context."""
+    layers.check(module)
+    found = [layer for layer in module.modules() if layer in layers]
+    for layer in found:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     try:
         yield
     finally:
-        for layer in layers:
+        for layer in found:
             del layer.forward
 
 
-def repeated_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost layers that stand beside others of their class in a container."""
-    found: list[nn.Module] = []
+@contextmanager
+def unpacked_sequences() -> Iterator[None]:
+    """Let transformers (5.23) take no sequence for packed, within a context.
+
+    It reads the positions to see it. Fake ones have no values, so it would build a mask that a run skips.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    if hasattr(masks, "find_packed_sequence_indices"):
+        with mock.patch.object(masks, "find_packed_sequence_indices", return_value=None):
+            yield
+    else:
+        yield
+
+
+def repeated_classes(module: nn.Module) -> tuple[str, ...]:
+    """Return the classes of the outermost layers that stand beside others of their class in a container."""
+    found: dict[str, None] = {}
     inside: set[nn.Module] = set()
     for container in module.modules():
         if container in inside or not isinstance(container, (nn.ModuleList, nn.Sequential)):
@@ -230,9 +250,9 @@ def repeated_layers(module: nn.Module) -> list[nn.Module]:
         for layer in children:
             same = sum(type(other) is type(layer) for other in children)
             if same > 1 and next(layer.parameters(), None) is not None:
-                found.append(layer)
+                found[type(layer).__name__] = None
                 inside.update(layer.modules())
-    return found
+    return tuple(found)
 
 
 def batch_maker(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[nn.Module], Any]:

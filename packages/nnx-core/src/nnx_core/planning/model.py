@@ -27,8 +27,11 @@ from nnx_core.planning.plain import LIGHTNING
 from nnx_core.planning.replay import Replay
 from nnx_core.planning.trace import Trace
 from nnx_core.planning.tracing import Step, fake_mode, formula_trace, reason_of, trace_step
+from nnx_core.view.modules import Layers
 
 __all__ = ["Model", "estimator", "trace_module"]
+
+_RECOMPUTE = "activation_checkpointing"
 
 
 def trace_module(
@@ -39,8 +42,8 @@ def trace_module(
     accelerator: str = "cuda",
     optimizer: str = "AdamW",
     factor: int = 1,
-    repeat: bool = True,
-    recompute: bool = False,
+    recompute: object = None,
+    like: Trace | None = None,
 ) -> Trace:
     """Trace one step of a module, without memory for its weights.
 
@@ -51,8 +54,8 @@ def trace_module(
         accelerator: ``"cuda"`` or ``"cpu"``: on cuda optimizers update lists of tensors.
         optimizer: The class of ``torch.optim`` if the module has no ``configure_optimizers``.
         factor: The factor of the batch size.
-        repeat: True to trace four of many equal layers.
-        recompute: True to recompute the activations of equal layers in backward.
+        recompute: Classes of layers, or their names, whose activations are recomputed in backward.
+        like: A trace of the same model and optimizers, whose optimizer state is taken over.
     """
     with fake_mode() as mode:
         made = fake_module(mode, module)
@@ -70,9 +73,9 @@ def trace_module(
             batch_size=batch_size(fake),
             precision=precision,
         )
-        with recomputing(made, recompute):
+        with recomputing(made, Layers(recompute, option=_RECOMPUTE)):
             try:
-                return trace_step(step, repeat=repeat)
+                return trace_step(step, like)
             except NnxError:
                 raise
             except Exception as error:
@@ -85,40 +88,60 @@ class Model:
     Args:
         module: A module, or a function that makes one.
         batch: The batch of `trace_module`.
+        options: The options of the strategies.
         settings: Further arguments of `trace_module`.
     """
 
-    def __init__(self, module: nn.Module | Callable[[], nn.Module], batch: Any, **settings: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module | Callable[[], nn.Module],
+        batch: Any,
+        *,
+        options: Mapping[str, Any] | None = None,
+        precision: str = "32-true",
+        **settings: Any,
+    ) -> None:
         self._module, self._batch, self._settings = module, batch, settings
-        self._traces: dict[tuple[int, bool, str], Trace] = {}
+        self._options, self._precision = dict(options or {}), precision
+        self._traces: dict[tuple[int, str, str], Trace] = {}
 
-    def trace(self, *, factor: int = 1, recompute: bool = False, precision: str = "") -> Trace:
+    def trace(self, *, factor: int = 1, recompute: object = None, precision: str = "") -> Trace:
         """Return the trace for a factor of the batch size."""
-        key = factor, recompute, precision or self._settings.get("precision", "32-true")
+        precision = precision or self._precision
+        key = factor, str(Layers(recompute, option=_RECOMPUTE)), precision
         if key not in self._traces:
-            settings = {**self._settings, "precision": key[2]}
-            self._traces[key] = trace_module(
-                self._module, self._batch, factor=factor, recompute=recompute, **settings
-            )
+            like = self.trace(precision=precision) if factor != 1 or recompute else None
+            changes: dict[str, Any] = {
+                "factor": factor,
+                "recompute": recompute,
+                "precision": precision,
+                "like": like,
+            }
+            self._traces[key] = trace_module(self._module, self._batch, **self._settings, **changes)
         return self._traces[key]
 
-    def estimate(
-        self,
-        strategy: str,
-        world: World,
-        *,
-        factor: int = 1,
-        recompute: bool = False,
-        options: Mapping[str, Any] | None = None,
-    ) -> Estimate | None:
-        """Return the estimate of a strategy; None if its plugin has no estimator."""
+    def replay(
+        self, strategy: str, world: World, *, factor: int = 1, recompute: object = None
+    ) -> Replay | None:
+        """Return the replay of a strategy, which has not run; None if its plugin has no estimator."""
         found = estimator(strategy)
         if found is None:
             return None
         own = dict(StrategyRegistry.get(strategy).init_params) if strategy in StrategyRegistry else {}
-        precision = found.traced_precision(self._settings.get("precision", "32-true"))
-        trace = self.trace(factor=factor, recompute=recompute, precision=precision)
-        return found(trace, world, {**own, **(options or {})}).run()
+        options = {**own, **self._options}
+        trace = self.trace(
+            factor=factor,
+            recompute=recompute or options.get(_RECOMPUTE),
+            precision=found.traced_precision(self._precision),
+        )
+        return found(trace, world, options)
+
+    def estimate(
+        self, strategy: str, world: World, *, factor: int = 1, recompute: object = None
+    ) -> Estimate | None:
+        """Return the estimate of a strategy; None if its plugin has no estimator."""
+        found = self.replay(strategy, world, factor=factor, recompute=recompute)
+        return None if found is None else found.run()
 
 
 def estimator(strategy: str) -> type[Replay] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from nnx_core.names.catalog import known
 from nnx_core.names.registry import StrategyRegistry
 from nnx_core.options import bytes_of
 from nnx_core.planning.advice import Advisor
+from nnx_core.planning.drawing import draw
 from nnx_core.planning.estimate import World
 from nnx_core.planning.fakes import PRECISIONS, default_batch
 from nnx_core.planning.model import Model
@@ -36,6 +38,7 @@ def plan(
     optimizer: str = "AdamW",
     strategies: Iterable[str] | None = None,
     options: Mapping[str, Any] | None = None,
+    plot: Path | str | None = None,
 ) -> Plan:
     """Predict the memory of a rank under every strategy. No weight is allocated, and no device is needed.
 
@@ -52,10 +55,12 @@ def plan(
         optimizer: The class of ``torch.optim`` if the module has no ``configure_optimizers``.
         strategies: The names of strategies; by default all that are installed, and the catalog's.
         options: Options of these strategies, such as ``{"activation_checkpointing": Block}``.
+        plot: A file to draw the memory over a step into, with a panel for each strategy.
 
     Raises:
         OptionError: A size, a number, or the batch is invalid.
         StrategyNotFoundError: A strategy is unknown.
+        UnsupportedError: A plot is wanted, and matplotlib is not installed.
 
     Example:
         >>> import torch
@@ -64,10 +69,7 @@ def plan(
         >>> found.rows[0].estimate.peak
         699712
     """
-    if precision not in PRECISIONS:
-        raise OptionError(
-            f"precision={precision!r} is unknown.", remedy=f"Use one of {', '.join(PRECISIONS)}."
-        )
+    _check_precision(precision)
     world = _world(devices, nodes, memory, host_memory, accelerator)
     names = _names(strategies)
     model = Model(
@@ -76,10 +78,20 @@ def plan(
         precision=precision,
         accelerator=accelerator,
         optimizer=optimizer,
+        options=options,
     )
-    rows = [_row(name, model, world, options) for name in names]
+    rows = [_row(name, model, world) for name in names]
+    if plot is not None:
+        draw(model, world, [row.strategy for row in rows if row.estimate is not None], Path(plot))
     notes = () if not _has_weights(module) else (_ALLOCATED,)
     return _compared(model, world, rows, precision, notes)
+
+
+def _check_precision(precision: str) -> None:
+    if precision not in PRECISIONS:
+        raise OptionError(
+            f"precision={precision!r} is unknown.", remedy=f"Use one of {', '.join(PRECISIONS)}."
+        )
 
 
 def _has_weights(module: object) -> bool:
@@ -149,13 +161,13 @@ def _names(strategies: Iterable[str] | None) -> list[str]:
     return names
 
 
-def _row(name: str, model: Model, world: World, options: Mapping[str, Any] | None) -> Row:
+def _row(name: str, model: Model, world: World) -> Row:
     """Return the row of a strategy, without advice."""
     if name not in LIGHTNING and name not in StrategyRegistry:
         return Row(strategy=name, status="not installed", cure=known()[name].install)
     try:
-        estimate = model.estimate(name, world, options=options)
-        larger = None if estimate is None else model.estimate(name, world, factor=2, options=options)
+        estimate = model.estimate(name, world)
+        larger = None if estimate is None else model.estimate(name, world, factor=2)
     except OptionError:
         raise
     except NnxError as error:  # such as a planner that finds no plan

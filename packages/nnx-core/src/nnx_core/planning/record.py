@@ -154,8 +154,12 @@ class Recorder(TorchDispatchMode):
 
     def _on_gradient(self, value: Any, event: Event) -> None:
         def append(_: Tensor) -> None:
-            if not self.events or self.events[-1] != event:
-                self.events.append(event)
+            place = len(self.events)
+            if event.kind is Kind.LEAVE_BACKWARD:  # a module ends before the one that feeds it begins
+                while place and self.events[place - 1].kind is Kind.ENTER_BACKWARD:
+                    place -= 1
+            if not place or self.events[place - 1] != event:
+                self.events.insert(place, event)
 
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor) and leaf.requires_grad:

@@ -1,14 +1,14 @@
 """Describe one training step of a model on one process: every tensor, in the order of its life.
 
-`record` makes a `Trace`, `repeat` copies the events of repeated layers, and `replay` computes what a
-rank of a strategy stores. The order is Lightning's: forward, ``zero_grad``, backward, optimizer step. So
-the gradients of the step before are there during the forward.
+`record` makes a `Trace`, and `replay` computes what a rank of a strategy stores. The order is Lightning's:
+forward, ``zero_grad``, backward, optimizer step. So the gradients of the step before are there during the
+forward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -121,7 +121,6 @@ class Trace:
         optimizer: The temporary bytes of the optimizer's step.
         optimizer_name: The class of the optimizer.
         precision: Lightning's precision string.
-        layers: The containers of equal layers of which four were traced, and their numbers of layers.
         source: ``"traced"``, or ``"formula"`` if the model could not be traced.
         notes: Sentences about the trace for the user.
     """
@@ -135,17 +134,5 @@ class Trace:
     optimizer: OptimizerCost = field(default_factory=OptimizerCost)
     optimizer_name: str = ""
     precision: str = "32-true"
-    layers: tuple[tuple[str, int], ...] = ()
     source: str = "traced"
     notes: tuple[str, ...] = ()
-
-    def within(self, module: str) -> Iterator[Parameter]:
-        """Yield the parameters of a module, by its name; all of them for the root."""
-        for name, parameter in self.parameters.items():
-            if not module or name.startswith(f"{module}."):
-                yield parameter
-
-    @property
-    def total(self) -> int:
-        """The bytes of all parameters."""
-        return sum(parameter.nbytes for parameter in self.parameters.values())

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx_core._torch_compat import FakeTensorMode, tree_leaves
+from nnx_core.planning.fakes import unpacked_sequences
 from nnx_core.planning.record import Recorder, nbytes_of
-from nnx_core.planning.repeat import NotRepeatableError, Run, equal_layers, repeated, shortened
 from nnx_core.planning.trace import Event, Kind, OptimizerCost, Parameter, Trace
 
 __all__ = ["Step", "fake_mode", "formula_trace", "reason_of", "trace_step"]
@@ -48,36 +48,21 @@ class Step:
     precision: str = "32-true"
 
 
-def trace_step(step: Step, *, repeat: bool = True) -> Trace:
+def trace_step(step: Step, like: Trace | None = None) -> Trace:
     """Trace a step within `fake_mode`.
 
     Args:
         step: The step.
-        repeat: True to trace four of many equal layers, and to repeat the third one.
+        like: A trace of the same model and optimizers, with another batch or another forward.
     """
-    runs = equal_layers(step.module) if repeat else []
-    if runs:
-        try:
-            with shortened(step.module, runs) as names_of:
-                traced = _trace(step)
-            return _completed(traced, step.module, runs, names_of)
-        except NotRepeatableError as error:
-            return replace(_trace(step), notes=(f"all layers were traced: {error}.",))
-        except Exception:  # such as an index of a layer that the shortened model lacks
-            return _trace(step)
-    return _trace(step)
-
-
-def _trace(step: Step) -> Trace:
     module = step.module
     for parameter in module.parameters():
         parameter.grad = None
     recorder = Recorder(module)
     recorder.ignore(step.batch)
     module.train()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), unpacked_sequences():
         warnings.simplefilter("ignore")
-        optimizers = step.optimizers()
         with recorder.step():
             recorder.phase("forward")
             with _autocast(step.precision):
@@ -86,8 +71,10 @@ def _trace(step: Step) -> Trace:
             loss.backward()  # type: ignore[no-untyped-call]
         del loss
         events = tuple(recorder.events)
-        traced = _described(step, events, optimizers)
-    return traced
+        if like is None:
+            return _described(step, events)
+        batch = nbytes_of(step.batch)
+        return replace(like, events=events, module=module, batch=batch, batch_size=step.batch_size)
 
 
 def formula_trace(step: Step, reason: str) -> Trace:
@@ -95,14 +82,14 @@ def formula_trace(step: Step, reason: str) -> Trace:
     module = step.module
     for parameter in module.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    described = _described(step, (Event(Kind.PHASE, "backward"),), step.optimizers())
+    described = _described(step, (Event(Kind.PHASE, "backward"),))
     note = f"the step could not be traced: {reason} Activations are not counted."
     return replace(described, source="formula", notes=(note,))
 
 
-def _described(step: Step, events: tuple[Event, ...], optimizers: Sequence[Optimizer]) -> Trace:
+def _described(step: Step, events: tuple[Event, ...]) -> Trace:
     """Return the trace of a step; a parameter is trained if it has a gradient now."""
-    module = step.module
+    module, optimizers = step.module, step.optimizers()
     trained = {name for name, p in module.named_parameters() if p.grad is not None}
     cost, state = _optimizer(module, optimizers)
     return Trace(
@@ -129,20 +116,6 @@ def reason_of(error: Exception) -> str:
     place = f" at {own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     return f"{type(error).__name__}{place}: {first}"
-
-
-def _completed(
-    traced: Trace, module: nn.Module, runs: Sequence[Run], names_of: Callable[[str], list[str]]
-) -> Trace:
-    """Return the trace of the complete model from that of the shortened one."""
-    known = {full: p for short, p in traced.parameters.items() for full in names_of(short)}
-    return replace(
-        traced,
-        events=repeated(traced.events, runs, names_of),
-        parameters={name: replace(known[name], name=name) for name, _ in module.named_parameters()},
-        buffers=nbytes_of(list(module.buffers())),
-        layers=tuple((run.container, run.count) for run in runs),
-    )
 
 
 def _optimizer(

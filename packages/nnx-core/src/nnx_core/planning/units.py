@@ -57,7 +57,7 @@ class UnitMemory(Replay):
         self._ahead: str | None = None
         self._order: list[str] = []
         self._sent = 0
-        self._came: dict[str, int] = {}
+        self._came: dict[str, list[int]] = {}
 
     def _innermost(self, parameter: str) -> str:
         owner = parameter
@@ -182,8 +182,7 @@ class UnitMemory(Replay):
 
     @override
     def gradient(self, name: str, nbytes: int) -> None:
-        unit = self._unit_of[name]
-        self._came[unit] = self._came.get(unit, 0) + nbytes
+        self._came.setdefault(self._unit_of[name], []).append(nbytes)
 
     @override
     def leave_backward(self, name: str) -> None:
@@ -192,23 +191,23 @@ class UnitMemory(Replay):
 
     def _reduce(self, name: str) -> None:
         self._free(name)
-        came = self._came.pop(name, 0)
+        came = self._came.pop(name, [])
         if not came:
             return
-        self.memory.add("communication", -self._sent)
+        last = came[0]  # FSDP2's loop keeps the last parameter's gradient until the reduce-scatter ends
         shard = sum(self.rows(parameter) for parameter in self.units[name] if parameter.trained)
+        self.memory.add("communication", -self._sent)
         self._sent = shard * self.shards
         self.memory.add("communication", self._sent)
-        self.memory.add("gradients", -came)
+        self.memory.add("gradients", last - sum(came))
         self.memory.add("gradients", shard)
         if self.shards > 1:
             self.copy_by_gloo(self._sent)
-        if self.on_host:
-            self.memory.add("gradients", -shard)
+        self.memory.add("gradients", -last - shard * self.on_host)
 
     @override
     def end_backward(self) -> None:
-        for name in [*self._came]:
+        for name in ("", *self.units):  # units whose inputs have no gradient end here, the root first
             self._reduce(name)
         for name in [*self._gathered]:
             self._free(name)

@@ -98,7 +98,8 @@ class RowPart:
 
     def fill(self, gathered: Tensor) -> None:
         """Copy the rows of all ranks out of the gathered buffers."""
-        own = gathered[:, self.start : self.start + self.room].reshape(-1)
+        # A copy: a view of one element for each rank would keep the complete buffer.
+        own = gathered[:, self.start : self.start + self.room].contiguous().view(-1)
         shape = self.layout.unit_shape
         self._value = own[: math.prod(shape)].view(shape)
         self._made_of = self._local_state()
