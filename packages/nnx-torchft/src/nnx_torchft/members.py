@@ -75,8 +75,8 @@ class Identity:
         """Return the first difference as a clause; empty without one.
 
         Example:
-            >>> one = Identity("a", "4 tensors", 100, 8, 1, "RandomSampler", 0, "32-true")
-            >>> one.difference(Identity("a", "4 tensors", 120, 8, 1, "RandomSampler", 0, "32-true"))
+            >>> one = Identity("a", 1, "4 tensors", 100, 8, 1, "RandomSampler", 0, "32-true")
+            >>> one.difference(Identity("a", 1, "4 tensors", 120, 8, 1, "RandomSampler", 0, "32-true"))
             'the training dataset has this many samples: 100 here, and 120 there'
         """
         theirs = asdict(other)
