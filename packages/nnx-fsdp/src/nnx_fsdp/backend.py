@@ -181,7 +181,7 @@ class FSDPBackend(PartsBackend[FSDPOptions]):
 
     def local(self) -> AbstractContextManager[None]:
         """Return a context that shows the DTensors instead of unsharded tensors."""
-        return self.sharding.local()
+        return nullcontext() if self._sharding is None else self._sharding.local()
 
     def views(self, optimizer: Optimizer) -> list[Weights]:
         """Return the parameters of every module."""

@@ -192,7 +192,7 @@ def take_rank_entries(checkpoint: Mapping[str, Any], rank: int, size: int) -> No
 def _provenance(strategy: Any) -> dict[str, Any]:
     return {
         "strategy": strategy.name,
-        "world_size": strategy.backend.context.world_size,
+        "world_size": dist.get_world_size() if dist.is_initialized() else 1,
         "torch": torch.__version__,
         "lightning": _lightning_version(strategy),
         "nnx": version("nnx-core"),
