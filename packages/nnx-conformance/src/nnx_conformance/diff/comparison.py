@@ -66,7 +66,7 @@ class Comparison:
     Attributes:
         steps: The number of steps that both runs began.
         finding: The first difference; None if the runs agree.
-        table: For each kind, step and name the distance, in multiples of the tolerance.
+        table: The distance by kind, step and name, in multiples of the tolerance.
         largest: The largest relative distance within the tolerance, by kind.
         notes: Sentences about the comparison.
     """

@@ -31,8 +31,8 @@ class Recorder:
     """Records the steps of a run on this rank.
 
     Args:
-        directory: Where to write; ranks write files of their own.
-        layout: Where the model's tensors are.
+        directory: The directory of the record; each rank writes a file of its own.
+        layout: The placement of the model's tensors.
         rank: This rank, and the number of ranks.
         share: The number of this rank's share of the data, and of all shares.
         outputs: True to record the outputs of modules by hooks.

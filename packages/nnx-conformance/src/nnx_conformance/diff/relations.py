@@ -19,7 +19,7 @@ class Relation:
 
     Attributes:
         kind: The kind of fault that it indicates.
-        words: What holds, as the end of a sentence about the tensor.
+        words: The relation that holds, as the end of a sentence about the tensor.
         ratio: The factor, or the share that is there.
     """
 
@@ -36,7 +36,7 @@ class Case:
         reference: The right tensor.
         observed: The faulty one, of the same shape.
         tolerance: The relative distance that rounding explains.
-        candidates: What typical faults would give, by label.
+        candidates: The tensors that typical faults would give, by label.
         ranks: The number of ranks of the faulty run.
     """
 

@@ -57,7 +57,7 @@ class Verdict:
         tensor: The parameter, module or buffer.
         where: ``gradient``, ``update`` and so on.
         kind: A key of `CAUSES`.
-        detail: What holds, as the end of a sentence about the tensor.
+        detail: The relation that holds, as the end of a sentence about the tensor.
         ranks: The ranks whose values differ; empty for all.
         ratio: The factor of run b to run a; NaN without one.
         others: The number of further tensors that differ in the same way and step.
