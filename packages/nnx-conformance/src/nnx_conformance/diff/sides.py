@@ -49,6 +49,8 @@ class Side:
     def parse(cls, text: str, **further: Any) -> Side:
         """Return the side of ``strategy@devices:precision``, in which each part may be absent.
 
+        The strategy ``script`` is the script's own, as without one.
+
         Raises:
             OptionError: The text is no side.
 
@@ -57,6 +59,8 @@ class Side:
             2
             >>> str(Side.parse("ddp"))
             'ddp@1'
+            >>> Side.parse("script@2") == Side.parse("@2")
+            True
         """
         match = _SIDE.fullmatch(text)
         if match is None or match["devices"] == "0":
@@ -64,7 +68,8 @@ class Side:
                 f"{text!r} is no side.",
                 remedy="Write strategy@processes:precision, such as ddp@2:bf16-mixed.",
             )
-        return cls(match["strategy"] or "", int(match["devices"] or 1), match["precision"] or "", **further)
+        strategy = "" if match["strategy"] in (None, "script") else match["strategy"]
+        return cls(strategy, int(match["devices"] or 1), match["precision"] or "", **further)
 
     def __str__(self) -> str:
         precision = f":{self.precision}" if self.precision else ""

@@ -323,7 +323,7 @@ def _spread(finding: Finding) -> list[str]:
     if count < 2:
         return []
     names = ", ".join(each.name for each in finding.differences[:3])
-    return [f"{count} tensors differ in this step: {names}{', ...' if count > 3 else ''}."]
+    return [f"{count} tensors differ in this step: {names}{' and more' if count > 3 else ''}."]
 
 
 def wanted_whole(finding: Finding) -> list[tuple[int, str, str]]:
