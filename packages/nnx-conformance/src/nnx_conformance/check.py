@@ -28,6 +28,7 @@ __all__ = [
     "CheckFailed",
     "GROUPS",
     "NotApplicable",
+    "NumbersDiffer",
     "Reference",
     "Refused",
     "all_checks",
@@ -42,6 +43,7 @@ __all__ = [
 MODULES = (
     "numbers.optimizers",
     "numbers.losses",
+    "converges",
     "stages",
     "models.layers",
     "models.building",
@@ -82,6 +84,10 @@ DEADLINE = 60.0
 
 class CheckFailed(NnxError):  # noqa: N818 - a verdict, not an accident
     """The strategy breaks the promise; the message has the observed and the expected result."""
+
+
+class NumbersDiffer(CheckFailed):
+    """Losses or weights differ from those of one process; a strategy with ``exact=False`` may do that."""
 
 
 class NotApplicable(NnxError):  # noqa: N818
