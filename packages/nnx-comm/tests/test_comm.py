@@ -95,18 +95,22 @@ def test_other_numbers_of_ranks_keep_the_sum_of_the_errors(pool: WorkerPool, tmp
         assert_equal(resumed[0]["weights"], resumed[-1]["weights"])
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", ["bytegrad", "powersgd", "localsgd", "diloco"])
 @pytest.mark.parametrize("other", ["ddp", "fsdp_auto"])
-def test_other_strategies_resume_and_ignore_the_state(
+def test_other_strategies_resume_and_the_state_survives_them(
     pool: WorkerPool, name: str, other: str, tmp_path: Path
 ) -> None:
-    run = replace(STRATEGIES[name], save_at=3, path=str(tmp_path / "checkpoint"))
+    options = {key: value for key, value in STRATEGIES[name].options.items() if key != "replicas"}
+    path, later = str(tmp_path / "checkpoint"), str(tmp_path / "later")
+    run = replace(STRATEGIES[name], options=options, save_at=3, path=path)
     pool.run(train, run)
-    assert any(".comm:" in key for key in storage.open_checkpoint(run.path).tensors)
-    there = pool.run(train, Run(strategy=other, path=run.path, resume=True), world_size=2)
-    assert len(there[0]["losses"]) == 3
-    back = pool.run(train, replace(run, resume=True, options=run.options), world_size=1)
+    assert any(".comm:" in key for key in storage.open_checkpoint(path).tensors)
+    there = pool.run(train, Run(strategy=other, path=path, resume=True, save_at=5, save_to=later))
+    back = pool.run(train, replace(run, resume=True))
     assert back[0]["losses"][0] == pytest.approx(there[0]["losses"][0], abs=1e-5)
+    again = pool.run(train, replace(run, path=later, resume=True))
+    assert again[0]["losses"] == pytest.approx(there[0]["losses"][2:], abs=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "32-true"])

@@ -6,12 +6,14 @@ the step see the average, as under ``ddp``.
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,12 +22,16 @@ from nnx_comm.backend import SlowLinkBackend, log
 from nnx_comm.options import BaguaOptions, PowerSGDOptions
 from nnx_comm.powersgd import PowerSGD
 from nnx_comm.wire import make_wire
+from nnx_core.agree.divergence import refuse_unequal_gradient
 from nnx_core.agree.parameter_usage import used_anywhere
 from nnx_core.backend import OptionsT
 from nnx_core.errors import UnsupportedError
 from nnx_core.optimizers.gradients import refuse_sparse_gradient
+from nnx_core.optimizers.optimizer_probe import dependence
 
 __all__ = ["BaguaBackend", "GradientBackend", "PowerSGDBackend"]
+
+T = TypeVar("T")
 
 
 class GradientBackend(SlowLinkBackend[OptionsT]):
@@ -36,7 +42,9 @@ class GradientBackend(SlowLinkBackend[OptionsT]):
 
     def __init__(self, options: OptionsT) -> None:
         super().__init__(options)
-        self._accumulates = False
+        self._accumulates = self._overflowed = False
+        self._of_model: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._averaged: dict[nn.Parameter, weakref.ref[Tensor]] = {}
         self._scaler: torch.amp.GradScaler | None = None
 
     @abstractmethod
@@ -72,6 +80,7 @@ class GradientBackend(SlowLinkBackend[OptionsT]):
             refuse_sparse_gradient(gradient, names[parameter])
         overflows = self.algorithm.wire.loses and not all_finite(own)
         *are_used, overflowed = used_anywhere([*(parameter in own for parameter in trained), overflows])
+        self._overflowed = overflowed
         if overflowed:
             self._skip(trained)
             return
@@ -83,6 +92,29 @@ class GradientBackend(SlowLinkBackend[OptionsT]):
         self.algorithm.scale = self._scaler.get_scale() if scaled and self._scaler is not None else 1.0
         gradients = {parameter: parameter.grad for parameter in used if parameter.grad is not None}
         self.count(self.algorithm.exchange(gradients, step=0))
+        self._averaged.update((parameter, weakref.ref(gradient)) for parameter, gradient in gradients.items())
+
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Step; an optimizer that reads more than gradients, as LBFGS reads losses, gets the mean loss."""
+        if not self.is_alone and self._reads_loss(optimizer):
+            args = tuple(map(_with_mean_loss, args))
+            kwargs = {name: _with_mean_loss(value) for name, value in kwargs.items()}
+        return step(*args, **kwargs)
+
+    def _reads_loss(self, optimizer: Optimizer) -> bool:
+        """Return True if an update depends on the whole model, so that it may depend on the loss, too."""
+        if optimizer not in self._of_model:
+            self._of_model[optimizer] = dependence(optimizer) == "model"
+        return self._of_model[optimizer]
+
+    def collect_gradients(self, module: nn.Module) -> None:
+        """Refuse gradients of a rank's own samples, which user code assigned and nothing averages."""
+        if self.is_alone or self._overflowed:
+            return
+        for name, parameter in module.named_parameters():
+            averaged = self._averaged.get(parameter)
+            if parameter.grad is not None and (averaged is None or averaged() is not parameter.grad):
+                refuse_unequal_gradient(parameter.grad, name)
 
     def _skip(self, trained: Sequence[nn.Parameter]) -> None:
         """Exchange nothing, and let no rank step: errors stay as they are.
@@ -96,6 +128,22 @@ class GradientBackend(SlowLinkBackend[OptionsT]):
             log.warning("Gradients of a rank are not finite: no rank steps, and the codec's errors stay")
         for parameter in trained:
             parameter.grad = None
+
+
+def _with_mean_loss(argument: Any) -> Any:
+    """Return a closure with the mean loss over the ranks; other arguments as they are."""
+    if not callable(argument):
+        return argument
+
+    def closure(*args: Any, **kwargs: Any) -> Any:
+        loss = argument(*args, **kwargs)
+        if loss is None:
+            return None
+        mean = torch.as_tensor(loss).detach().clone()
+        dist.all_reduce(mean)
+        return mean / dist.get_world_size()
+
+    return closure
 
 
 class BaguaBackend(GradientBackend[BaguaOptions]):

@@ -7,8 +7,11 @@ from dataclasses import replace
 from nnx_core import Capabilities, StrategySpec, hookimpl
 
 _EQUAL = Capabilities(
-    precisions=("32-true", "64-true", "bf16-true", "16-mixed", "bf16-mixed"),
-    refuses=("sparse_gradients", "sparse_gradients_of_a_function", "loss_backward_called_directly"),
+    precisions=("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"),
+    refuses=(
+        *("sparse_gradients", "sparse_gradients_of_a_function"),
+        *("loss_backward_called_directly", "gradient_surgery", "pipeline_split_backward"),
+    ),
 )
 _NEAR = replace(_EQUAL, exact=False)
 

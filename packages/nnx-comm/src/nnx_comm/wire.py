@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nnx_core.agree.announced_waits import wait_for_collective
 
-__all__ = ["Cast", "Codec", "Exact", "Int8", "Recoded", "Sent", "TopK", "Wire", "make_wire"]
+__all__ = ["Cast", "Codec", "Exact", "Int8", "Recoded", "Sent", "TopK", "Wire", "add_over_ranks", "make_wire"]
 
 BLOCK = 512
 """Elements that share one scale in `Int8`."""
@@ -75,7 +75,7 @@ class Exact(Wire):
         """Average the values of all ranks in place. Collective."""
         ranks = dist.get_world_size()
         values.mul_(1 / ranks)
-        _wait(dist.all_reduce(values, async_op=True))
+        add_over_ranks(values)
         return Sent(values, None, self.payload(values.numel(), ranks=ranks, itemsize=values.element_size()))
 
     def payload(self, count: int, *, ranks: int, itemsize: int) -> int:
@@ -243,6 +243,11 @@ def make_wire(codec: str, density: float) -> Wire:
         density: The share of the values that ``"topk"`` sends.
     """
     return _WIRES[codec](density)
+
+
+def add_over_ranks(values: Tensor) -> None:
+    """Replace values by their sum over the ranks. Collective."""
+    _wait(dist.all_reduce(values, async_op=True))
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
+import nnx
 from nnx_comm.wire import make_wire
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Plain, Task
@@ -28,6 +29,7 @@ class Run:
         save_at: The step after which to save to `path`; 0 is never.
         path: The directory of a checkpoint.
         resume: True to resume from `path`.
+        save_to: Another directory to save to, of a resumed run.
         overflow_at: The batch whose loss is infinite on rank 1.
         validate: True to validate after every second batch.
         optimizer: The kind of optimizer.
@@ -41,6 +43,7 @@ class Run:
     save_at: int = 0
     path: str = ""
     resume: bool = False
+    save_to: str = ""
     overflow_at: int = -1
     validate: bool = False
     optimizer: Any = "adamw"
@@ -82,8 +85,9 @@ class Watch(Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.errors[f"batch {batch_idx}"] = errors_of(trainer, pl_module)
-        if self.run.save_at and trainer.global_step == self.run.save_at and not self.run.resume:
-            trainer.save_checkpoint(self.run.path)
+        path = self.run.save_to if self.run.resume else self.run.path
+        if path and trainer.global_step == self.run.save_at:
+            trainer.save_checkpoint(path)
 
 
 def errors_of(trainer: Any, module: Any) -> dict[str, Tensor]:
@@ -100,6 +104,8 @@ def train(run: Run) -> dict[str, Any]:
     module, watch = Model(task, run), Watch(run)
     evaluation = {"limit_val_batches": 1, "val_check_interval": 2} if run.validate else {}
     settings = {**evaluation, **run.settings}
+    if run.strategy == "ddp":
+        settings["plugins"] = [nnx.CheckpointIO()]
     if run.scales:
         settings |= {
             "precision": None,

@@ -439,7 +439,8 @@ class TrainerAdapter(ParallelProcesses):
             result = self._step("training_step", args, kwargs)
             if result is None:
                 self._refuse_none()
-            if metrics := self.backend.metrics():
+            metrics = self.backend.metrics()
+            if metrics and not self.lightning_module.trainer.barebones:  # which warns of logged values
                 self.lightning_module.log_dict(dict(metrics), on_step=True, on_epoch=False, batch_size=1)
             return result
 
