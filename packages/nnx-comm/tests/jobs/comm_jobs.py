@@ -103,7 +103,7 @@ def train(run: Run) -> dict[str, Any]:
     task = Task(steps=run.steps, optimizer=run.optimizer)
     module, watch = Model(task, run), Watch(run)
     evaluation = {"limit_val_batches": 1, "val_check_interval": 2} if run.validate else {}
-    settings = {**evaluation, **run.settings}
+    settings = {"log_every_n_steps": 1, **evaluation, **run.settings}
     if run.strategy == "ddp":
         settings["plugins"] = [nnx.CheckpointIO()]
     if run.scales:

@@ -354,7 +354,7 @@ class Backend(ABC, Generic[OptionsT]):
         return {}
 
     def metrics(self) -> Mapping[str, float]:
-        """Return numbers of the last optimizer step, which Trainer logs in each step."""
+        """Return numbers of the last optimizer step, which Trainer logs as often as loggers write values."""
         return {}
 
     def summary(self, module: nn.Module) -> str:
