@@ -166,7 +166,8 @@ class ReplicaBackend(SlowLinkBackend[ReplicaOptionsT]):
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
         """Return handles on the optimizer's state, averaged if the replicas differ. Collective then."""
-        self.algorithm.common["steps"] = torch.tensor(self._steps)
+        if self._steps:
+            self.algorithm.common["steps"] = torch.tensor(self._steps)
         state = super().optimizer_state(module, optimizer)
         if self.is_loading or self.is_alone or not self._steps:
             return state  # an exchange of weights leaves optimizer state as it is, so it differs from then on

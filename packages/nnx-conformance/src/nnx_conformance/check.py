@@ -216,18 +216,19 @@ def missing_capability(capabilities: Capabilities, requirement: str) -> str:
     return "" if value else f"{flag}=False"
 
 
-def expect(condition: bool, message: str) -> None:
+def expect(condition: bool, message: str, *, of_numbers: bool = False) -> None:
     """Fail the check unless the condition holds.
 
     Args:
         condition: The promised condition.
         message: The observed and the expected result.
+        of_numbers: True if the condition compares numbers with those of one process.
 
     Raises:
         CheckFailed: The condition does not hold.
     """
     if not condition:
-        raise CheckFailed(message)
+        raise (NumbersDiffer if of_numbers else CheckFailed)(message)
 
 
 class Reference:
