@@ -29,6 +29,7 @@ FLAGS = {
     "meta_initialization": "build a model on the meta device",
     "multiple_optimizers": "several optimizers",
     "added_parameter_groups": "add parameters to an optimizer while training",
+    "exact": "the numbers of one process",
     "repeated_closures": "optimizers that evaluate their closure again",
     "unused_parameters": "parameters that take no part in a loss",
     "freezing_while_training": "freeze and unfreeze while training",

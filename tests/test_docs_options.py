@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from nnx_checkpoint.cli.command import _application
 from nnx_colossalai import ColossalAIOptions
+from nnx_comm import BaguaOptions, DecentralizedOptions, DiLoCoOptions, LocalSGDOptions, PowerSGDOptions
 from nnx_core.options import CommonOptions
 from nnx_deepspeed.options import DeepSpeedOptions
 from nnx_fairscale.options import FairscaleFSDPOptions, OSSOptions, ShardedOptions
@@ -33,6 +34,11 @@ TABLES = [
     ("backends/fairscale.md", "fairscale_oss", OSSOptions),
     ("backends/fairscale.md", "fairscale_sharded", ShardedOptions),
     ("elastic.md", "torchft_ddp", ElasticOptions),
+    ("backends/slow-links.md", "bagua", BaguaOptions),
+    ("backends/slow-links.md", "powersgd", PowerSGDOptions),
+    ("backends/slow-links.md", "localsgd", LocalSGDOptions),
+    ("backends/slow-links.md", "bagua_decentralized", DecentralizedOptions),
+    ("backends/slow-links.md", "diloco", DiLoCoOptions),
 ]
 each_table = pytest.mark.parametrize(("page", "strategy", "schema"), TABLES)
 START = "<!-- options of {}: written by NNX_UPDATE_DOCS=1 pytest tests/test_docs_options.py -->\n"

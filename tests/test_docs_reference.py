@@ -26,6 +26,7 @@ MODULES = {
     "deepspeed.md": "nnx-deepspeed/src/nnx_deepspeed",
     "fairscale.md": "nnx-fairscale/src/nnx_fairscale",
     "torchft.md": "nnx-torchft/src/nnx_torchft",
+    "comm.md": "nnx-comm/src/nnx_comm",
     "ray.md": "nnx-ray/src/nnx_ray",
     "lite.md": "nnx-lite/src/nnx_lite",
 }

@@ -14,6 +14,7 @@ PAGE = from_repository(__file__, "docs/conformance.md")
 TABLES = re.compile(r"(<!-- checks: [^\n]* -->\n).*?(<!-- end of checks -->)", re.DOTALL)
 ABOUT = {
     "numbers": "Training gives the numbers of one process.",
+    "converges": "Training comes near one process, also where the numbers are not equal.",
     "stages": "Fit, validate, test and predict, in any order, and what happens between batches.",
     "models": "Models of every architecture, however they are built.",
     "lightning_api": "Module, callbacks, logged values, collectives and samplers behave as in one process.",

@@ -28,6 +28,7 @@ __all__ = [
     "CheckFailed",
     "GROUPS",
     "NotApplicable",
+    "NumbersDiffer",
     "Reference",
     "Refused",
     "all_checks",
@@ -42,6 +43,7 @@ __all__ = [
 MODULES = (
     "numbers.optimizers",
     "numbers.losses",
+    "converges",
     "stages",
     "models.layers",
     "models.building",
@@ -82,6 +84,10 @@ DEADLINE = 60.0
 
 class CheckFailed(NnxError):  # noqa: N818 - a verdict, not an accident
     """The strategy breaks the promise; the message has the observed and the expected result."""
+
+
+class NumbersDiffer(CheckFailed):
+    """Losses or weights differ from those of one process; a strategy with ``exact=False`` may do that."""
 
 
 class NotApplicable(NnxError):  # noqa: N818
@@ -210,18 +216,19 @@ def missing_capability(capabilities: Capabilities, requirement: str) -> str:
     return "" if value else f"{flag}=False"
 
 
-def expect(condition: bool, message: str) -> None:
+def expect(condition: bool, message: str, *, of_numbers: bool = False) -> None:
     """Fail the check unless the condition holds.
 
     Args:
         condition: The promised condition.
         message: The observed and the expected result.
+        of_numbers: True if the condition compares numbers with those of one process.
 
     Raises:
         CheckFailed: The condition does not hold.
     """
     if not condition:
-        raise CheckFailed(message)
+        raise (NumbersDiffer if of_numbers else CheckFailed)(message)
 
 
 class Reference:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nnx_conformance.check import Bench, CheckFailed, expect
+from nnx_conformance.check import Bench, NumbersDiffer, expect
 from nnx_conformance.task import Outcome, Plain, Task
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
@@ -53,7 +53,7 @@ def expect_equal_losses(
     for batch, (loss, wanted) in enumerate(zip(losses, expected, strict=True)):
         # This form of comparison also fails for NaN.
         if not abs(loss - wanted) <= tolerance:
-            raise CheckFailed(
+            raise NumbersDiffer(
                 f"{where}: the loss of batch {batch} is {loss:.10g}, one process has {wanted:.10g}; "
                 f"they differ by {abs(loss - wanted):.3g}, allowed are {tolerance:g}."
             )
@@ -87,7 +87,7 @@ def expect_equal_weights(
     differences = {name: _difference(weights[name], wanted) for name, wanted in expected.items()}
     worst = max(differences, key=lambda name: differences[name], default="")
     if worst and not differences[worst] <= tolerance:
-        raise CheckFailed(
+        raise NumbersDiffer(
             f"{where}: {worst} differs by {differences[worst]:.3g} from {source}; allowed are {tolerance:g}."
         )
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from nnx_conformance.check import Bench, CheckFailed, Refused, check, expect
+from nnx_conformance.check import Bench, CheckFailed, NumbersDiffer, Refused, check, expect
 from nnx_conformance.comparing import expect_equal_losses, expect_equal_weights
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Outcome, Plain, Task
@@ -224,4 +224,4 @@ def _expect_equal_values(seen: Sequence[float], expected: Sequence[float], where
     )
     for number, (value, wanted) in enumerate(zip(seen, expected, strict=True)):
         if not abs(value - wanted) <= TOLERANCE * max(1.0, abs(wanted)):
-            raise CheckFailed(f"{where}: observed value {number} is {value:.8g}, expected {wanted:.8g}.")
+            raise NumbersDiffer(f"{where}: observed value {number} is {value:.8g}, expected {wanted:.8g}.")

@@ -20,6 +20,7 @@ from nnx_conformance.check import (
     Check,
     CheckFailed,
     NotApplicable,
+    NumbersDiffer,
     Reference,
     Refused,
     all_checks,
@@ -109,6 +110,8 @@ class Session:
             how = "as declared" if is_declared else "but not declared in `refuses`"
             return "skipped" if is_declared else "failed", f"refused, {how}: {refusal}", ""
         except CheckFailed as failure:
+            if isinstance(failure, NumbersDiffer) and not identity.capabilities.exact:
+                return "skipped", f"the strategy declares exact=False: {failure}", ""
             return ("skipped", declared, "") if missing else ("failed", str(failure), _log(failure))
         if check.name in identity.capabilities.refuses:
             missing, declared = [check.name], f"the strategy declares refuses={check.name!r}"

@@ -353,6 +353,10 @@ class Backend(ABC, Generic[OptionsT]):
         """
         return {}
 
+    def metrics(self) -> Mapping[str, float]:
+        """Return numbers of the last optimizer step, which Trainer logs as often as loggers write values."""
+        return {}
+
     def summary(self, module: nn.Module) -> str:
         """Summarize a laid-out module in a clause such as ``4 units and the root``.
 

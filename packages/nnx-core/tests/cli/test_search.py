@@ -186,7 +186,7 @@ def test_json_has_what_was_searched_for_and_found(search: Search) -> None:
     assert (code, error) == (0, "")
     content = json.loads(output)
     assert content["words"] == ["slow", "links"]
-    assert content["results"][0]["name"] == "fsdp_hybrid"
+    assert content["results"][0]["name"] == "bagua"
     assert content["results"][0]["action"] == ""
     assert content["suggestions"] == []
 

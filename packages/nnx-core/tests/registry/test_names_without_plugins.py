@@ -98,7 +98,7 @@ def test_lightning_cli_says_the_same() -> None:
     from lightning.pytorch.cli import LightningCLI
     from lightning.pytorch.demos.boring_classes import BoringModel
 
-    for name, said in (("colossalai", "pip install nnx-colossalai"), ("bagua", "Use 'ddp' instead.")):
+    for name, said in (("colossalai", "pip install nnx-colossalai"), ("bagua", "pip install nnx-comm")):
         arguments = ["--trainer.strategy", name, "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
         with pytest.raises((StrategyNotInstalledError, StrategyNotFoundError), match=said):
             LightningCLI(BoringModel, run=False, args=arguments)

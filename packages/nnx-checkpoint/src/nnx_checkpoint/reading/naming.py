@@ -133,7 +133,8 @@ def positional_optimizer_state(state: Mapping[str, Any], names: Sequence[str]) -
         }
         for group in state["param_groups"]
     ]
-    return OptimizerState(state={names[i]: dict(v) for i, v in state["state"].items()}, param_groups=groups)
+    by_name = {names[i] if isinstance(i, int) else i: dict(v) for i, v in state["state"].items()}
+    return OptimizerState(state=by_name, param_groups=groups)
 
 
 def numbered_optimizer_state(state: OptimizerState, *, keep_names: bool = False) -> dict[str, Any]:
@@ -354,7 +355,7 @@ def _optimizer_states(stored: Checkpoint, described: Any) -> list[OptimizerState
             continue
         index, _, rest = key.removeprefix("optim.").partition(".state.")
         parameter, _, name = rest.rpartition(".")
-        owner: Any = int(parameter) if numbered[int(index)] else parameter
+        owner: Any = int(parameter) if numbered[int(index)] and parameter.isdecimal() else parameter
         states[int(index)]["state"].setdefault(owner, {})[name] = StoredName(stored, key)
     return states
 

@@ -440,7 +440,16 @@ class TrainerAdapter(ParallelProcesses):
             result = self._step("training_step", args, kwargs)
             if result is None:
                 self._refuse_none()
+            self._log_metrics()
             return result
+
+    def _log_metrics(self) -> None:
+        """Log the engine's metrics in the second step, and in those of which loggers write values."""
+        metrics, trainer = self.backend.metrics(), self.lightning_module.trainer
+        every, step = trainer.log_every_n_steps, trainer.global_step
+        is_due = step == 1 or bool(every and (step + 1) % every == 0)  # a call of `log` takes a millisecond
+        if metrics and is_due and not trainer.barebones:
+            self.lightning_module.log_dict(dict(metrics), on_step=True, on_epoch=False, batch_size=1)
 
     def _refuse_none(self) -> None:
         """Refuse to skip a batch on this rank: the other ranks may wait in its backward."""

@@ -88,6 +88,9 @@ class Capabilities:
     added_parameter_groups: bool = _capability(
         True, "parameters may be added to an optimizer while it is training"
     )
+    exact: bool = _capability(
+        True, "losses and weights are those of one process; without it they come near them"
+    )
     repeated_closures: bool = _capability(
         True, "an optimizer may evaluate its closure more than once in a step"
     )

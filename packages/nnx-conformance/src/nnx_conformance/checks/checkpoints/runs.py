@@ -56,7 +56,8 @@ def take_snapshot(trainer: Trainer) -> Snapshot:
     for index, optimizer in enumerate(strategy.optimizers):
         state = _by_name(module, optimizer, strategy.optimizer_state(optimizer))
         groups.append(state["param_groups"])
-        for parameter, entries in state["state"].items():
+        for parameter in dict.fromkeys(name for group in state["param_groups"] for name in group["params"]):
+            entries = state["state"].get(parameter, {})  # an engine may keep state of its own beside it
             tensors |= {(f"{index}.{parameter}", key): _as_tensor(value) for key, value in entries.items()}
     complete = _gather({key: value for key, value in tensors.items() if isinstance(value, (Tensor, Shard))})
     return Snapshot(

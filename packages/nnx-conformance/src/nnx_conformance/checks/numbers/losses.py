@@ -363,6 +363,7 @@ def expect_parity_in_precision(outcome: Outcome, alone: Outcome, *, precision: s
         distance <= allowed * moved,
         f"{where}: the final weights are {distance:.3g} away from those of one process, which moved by "
         f"{moved:.3g}; rounding explains {allowed:.2g} of that.",
+        of_numbers=True,
     )
 
 

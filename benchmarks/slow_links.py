@@ -1,0 +1,176 @@
+"""Compare the strategies for slow links with `ddp`: the loss at equal samples, and the bytes that travel.
+
+    python benchmarks/slow_links.py --steps 300 --seeds 1
+
+Two processes of this machine train a small LSTM on the source of torch.nn, with the same batches each time.
+Prints a table of validation losses, their difference from `ddp`, and bytes beside the formula. Exit code 1 if
+bytes differ from the formula by more than 1 %, or if int8 or bf16 end more than 0.5 % above `ddp`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
+
+import nnx
+from nnx_conformance.pool import WorkerPool
+
+BATCH, LENGTH, RANKS, INTERVAL = 16, 64, 2, 20
+BARS = {"bagua bf16": 0.5, "bagua_bytegrad": 0.5}
+"""The largest excess over ddp's loss in percent."""
+STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp", {}),
+    "bagua": ("bagua", {}),
+    "bagua bf16": ("bagua", {"codec": "bf16"}),
+    "bagua_bytegrad": ("bagua_bytegrad", {}),
+    "bagua topk 1 %": ("bagua", {"codec": "topk"}),
+    "powersgd": ("powersgd", {}),
+    "powersgd rank 16": ("powersgd", {"matrix_approximation_rank": 16}),
+    "localsgd": ("localsgd", {"interval": INTERVAL}),
+    "bagua_decentralized": ("bagua_decentralized", {}),
+    "diloco": ("diloco", {"interval": INTERVAL}),
+    "diloco int8": ("diloco", {"interval": INTERVAL, "codec": "int8"}),
+    "diloco_streaming": ("diloco_streaming", {"interval": INTERVAL}),
+}
+FORMULAS: dict[str, Callable[[int], float]] = {
+    "bagua": lambda n: 4 * n,
+    "bagua bf16": lambda n: 2 * n,
+    "bagua_bytegrad": lambda n: n * (1 + 4 / 512),
+    "bagua topk 1 %": lambda n: 8 * n * 0.01,
+    "localsgd": lambda n: 4 * n / INTERVAL,
+    "bagua_decentralized": lambda n: 4 * n,
+    "diloco": lambda n: 4 * n / INTERVAL,
+    "diloco int8": lambda n: n * (1 + 4 / 512) / INTERVAL,
+    "diloco_streaming": lambda n: 4 * n / INTERVAL,
+}
+"""The bytes of a step between two ranks, for n trained elements."""
+
+
+def characters() -> tuple[Tensor, int]:
+    """Return the source of torch.nn as numbers, and how many different ones there are."""
+    paths = sorted((Path(torch.__file__).parent / "nn" / "modules").glob("*.py"))
+    text = "".join(path.read_text(errors="ignore") for path in paths)[:600_000]
+    numbers = {character: number for number, character in enumerate(sorted(set(text)))}
+    return torch.tensor([numbers[character] for character in text]), len(numbers)
+
+
+class Excerpts(Dataset[Tensor]):
+    """This rank's excerpts of the training text, drawn from the seed, the step and the rank."""
+
+    def __init__(self, text: Tensor, seed: int, rank: int) -> None:
+        self.text, self.seed, self.rank = text, seed, rank
+
+    def __getitem__(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step * 31 + self.rank)
+        return excerpts(self.text, BATCH, generator)
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+
+def excerpts(text: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Return random excerpts, one character longer than what is predicted."""
+    starts = torch.randint(0, len(text) - LENGTH - 1, (count,), generator=generator)
+    return torch.stack([text[start : start + LENGTH + 1] for start in starts.tolist()])
+
+
+class Reader(LightningModule):
+    """Predicts the next character."""
+
+    def __init__(self, letters: int, steps: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.steps = steps
+        self.embed, self.head = nn.Embedding(letters, 64), nn.Linear(128, letters)
+        self.lstm = nn.LSTM(64, 128, batch_first=True)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """Return the mean cross entropy."""
+        hidden, _ = self.lstm(self.embed(batch[:, :-1]))
+        return cross_entropy(self.head(hidden).flatten(0, 1), batch[:, 1:].flatten())
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        """Return the loss."""
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW with warm-up and decay."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+        def rate(step: int) -> float:
+            return min(1.0, (step + 1) / 50) * (0.1 + 0.9 * max(0.0, 1 - step / self.steps))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def train(name: str, options: dict[str, Any], steps: int, seed: int) -> dict[str, float]:
+    """Train on this rank, and return the validation loss, the bytes sent and the number of elements."""
+    torch.set_num_threads(1)
+    text, letters = characters()
+    cut = int(len(text) * 0.95)
+    model = Reader(letters, steps, seed)
+    rank = int(os.environ.get("RANK", "0"))
+    trainer = Trainer(
+        strategy=nnx.strategy(name, **options), accelerator="cpu", devices=RANKS, max_steps=steps,
+        use_distributed_sampler=False, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(Excerpts(text[:cut], seed, rank), batch_size=None))
+    with torch.no_grad():
+        held_out = model.loss(excerpts(text[cut:], 256, torch.Generator().manual_seed(99)))
+    backend = getattr(trainer.strategy, "backend", None)
+    sent = 0 if backend is None else backend.total
+    return {
+        "loss": float(held_out),
+        "bytes": sent / steps,
+        "elements": float(sum(parameter.numel() for parameter in model.parameters())),
+    }
+
+
+def main() -> int:
+    """Run the comparison."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=list(STRATEGIES))
+    given = parser.parse_args()
+    found: dict[str, list[dict[str, float]]] = {}
+    wrong = []
+    print("| strategy | loss | above `ddp` | bytes of a step | formula |", "|---|---|---|---|---|", sep="\n")
+    with WorkerPool(size=RANKS) as pool:
+        for label in dict.fromkeys(["ddp", *given.only]):
+            name, options = STRATEGIES[label]
+            found[label] = [
+                pool.run(train, name, options, given.steps, seed, world_size=RANKS, timeout=3600)[0]
+                for seed in range(given.seeds)
+            ]
+            loss = statistics.mean(one["loss"] for one in found[label])
+            base = statistics.mean(one["loss"] for one in found["ddp"])
+            above, sent = 100 * (loss / base - 1), found[label][0]["bytes"]
+            formula = FORMULAS[label](int(found[label][0]["elements"])) if label in FORMULAS else math.nan
+            print(f"| `{label}` | {loss:.4f} | {above:+.2f} % | {sent:,.0f} | {formula:,.0f} |", flush=True)
+            if label in FORMULAS and abs(sent / formula - 1) > 0.01:
+                wrong.append(f"{label}: {sent:,.0f} bytes, the formula has {formula:,.0f}")
+            if above > BARS.get(label, math.inf):
+                wrong.append(f"{label}: {above:+.2f} % above ddp, at most {BARS[label]} % are expected")
+    print(*(f"FAILED {each}" for each in wrong), sep="\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

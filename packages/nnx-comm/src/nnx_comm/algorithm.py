@@ -1,0 +1,179 @@
+"""The contract of an algorithm: it exchanges tensors between the ranks, and names its state.
+
+An algorithm knows no Trainer, no checkpoint and no optimizer. `nnx_comm.gradients` and `nnx_comm.replicas`
+call it at the right moment of a step, and `nnx_comm.state` stores its state for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nnx_comm.wire import Sent, Wire, add_over_ranks
+
+__all__ = ["Algorithm", "Averaging", "Tensors", "all_finite", "mean_of", "real_view"]
+
+Tensors = Mapping[nn.Parameter, Tensor]
+"""Gradients or weights of this rank, by parameter, in an order that is equal on all ranks."""
+
+
+class Algorithm(ABC):
+    """An exchange between the ranks.
+
+    Attributes:
+        own: State of this rank alone, by parameter and name, such as the error of a codec.
+        shared: State that is equal on all ranks, by parameter and name, such as an outer momentum.
+        common: State that is equal on all ranks and belongs to no parameter, such as a counter.
+    """
+
+    def __init__(self) -> None:
+        self.own: dict[nn.Parameter, dict[str, Tensor]] = {}
+        self.shared: dict[nn.Parameter, dict[str, Tensor]] = {}
+        self.common: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def exchange(self, tensors: Tensors, *, step: int) -> int:
+        """Exchange tensors in place. Collective.
+
+        Args:
+            tensors: Gradients before a step, or weights after it.
+            step: The number of optimizer steps, this one included.
+
+        Returns:
+            The bytes that this rank sent.
+        """
+
+    def combine(
+        self, name: str, read: Callable[[int], Tensor], *, saved: int, rank: int, ranks: int
+    ) -> Tensor | None:
+        """Return a tensor of `own` from those of a checkpoint.
+
+        With as many ranks each gets its own. With another number each gets an equal share of the sum over the
+        ranks that saved: what was not sent yet is neither lost nor sent twice.
+
+        Args:
+            name: The name of the tensor.
+            read: Returns the tensor of a rank that saved.
+            saved: The number of ranks that saved.
+            rank: This rank.
+            ranks: The number of ranks now.
+        """
+        if saved == ranks:
+            return read(rank)
+        total = read(0)
+        for other in range(1, saved):
+            total = total + read(other)
+        return total / ranks
+
+
+class Averaging(Algorithm):
+    """Averages tensors over the ranks through a wire.
+
+    Args:
+        wire: The form of the numbers between the ranks.
+        error_feedback: Add to the next exchange what the wire has lost in this one.
+
+    Attributes:
+        scale: The factor of the tensors, a loss scale; the errors are kept without it.
+    """
+
+    def __init__(self, wire: Wire, *, error_feedback: bool = True) -> None:
+        super().__init__()
+        self.wire = wire
+        self.keeps_error = error_feedback and wire.loses
+        self.scale = 1.0
+        self._buffers: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
+        self.common = wire.state
+
+    @torch.no_grad()
+    def exchange(self, tensors: Tensors, *, step: int) -> int:
+        """Replace the tensors by their mean over the ranks. Collective."""
+        real = {parameter: real_view(tensor) for parameter, tensor in tensors.items()}
+        if self.wire.loses:
+            return self._exchange_lossy(real)
+        return sum(self._exchange_exact(group) for group in _by_dtype(real))
+
+    def _exchange_exact(self, tensors: dict[nn.Parameter, Tensor]) -> int:
+        """Sum as ``ddp`` does: values are divided first, in memory that the next exchange uses again."""
+        ranks, first = dist.get_world_size(), next(iter(tensors.values()))
+        count = sum(tensor.numel() for tensor in tensors.values())
+        key = first.device, first.dtype, count
+        if key not in self._buffers:
+            self._buffers[key] = first.new_empty(count)
+        flat = self._buffers[key]
+        parts = list(_parts(flat, tensors))
+        for part, tensor in zip(parts, tensors.values(), strict=True):
+            torch.mul(tensor, 1 / ranks, out=part)
+        add_over_ranks(flat)
+        for part, tensor in zip(parts, tensors.values(), strict=True):
+            tensor.copy_(part)
+        return self.wire.payload(count, ranks=ranks, itemsize=flat.element_size())
+
+    def _exchange_lossy(self, tensors: dict[nn.Parameter, Tensor]) -> int:
+        """Exchange all tensors as one, in float32 or wider, with the errors of the last exchange."""
+        if not tensors:
+            return 0
+        wide = any(tensor.dtype == torch.float64 for tensor in tensors.values())
+        dtype = torch.float64 if wide else torch.float32
+        flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors.values()])
+        flat /= self.scale
+        if self.keeps_error:
+            for part, parameter in zip(_parts(flat, tensors), tensors, strict=True):
+                if parameter in self.own:
+                    part.add_(self.own[parameter]["error"])
+        sent: Sent = self.wire.mean(flat, [tensor.shape for tensor in tensors.values()])
+        for tensor, mean in zip(tensors.values(), _parts(sent.mean, tensors), strict=True):
+            tensor.copy_(mean * self.scale)
+        self._keep(sent.error, tensors)
+        return sent.payload
+
+    def _keep(self, error: Tensor | None, tensors: dict[nn.Parameter, Tensor]) -> None:
+        """Keep the error of an exchange; one that lost nothing has sent the errors before it, too."""
+        if not self.keeps_error:
+            return
+        for parameter in tensors:
+            self.own.pop(parameter, None)
+        if error is not None:
+            for parameter, part in zip(tensors, _parts(error, tensors), strict=True):
+                self.own[parameter] = {"error": part}
+
+
+def all_finite(tensors: Tensors) -> bool:
+    """Return True if this rank's tensors have only finite numbers."""
+    largest = [tensor.abs().amax().double() for tensor in tensors.values() if tensor.numel()]
+    return not largest or bool(torch.isfinite(torch.stack([each.cpu() for each in largest])).all())
+
+
+def mean_of(tensors: Tensors) -> dict[nn.Parameter, Tensor]:
+    """Return the mean of each tensor over the ranks, in new memory. Collective."""
+    means = {parameter: tensor.detach().clone() for parameter, tensor in tensors.items()}
+    for group in _by_dtype({parameter: real_view(mean) for parameter, mean in means.items()}):
+        flat = torch.cat([tensor.reshape(-1) for tensor in group.values()])
+        flat.mul_(1 / dist.get_world_size())
+        dist.all_reduce(flat)
+        for tensor, mean in zip(group.values(), _parts(flat, group), strict=True):
+            tensor.copy_(mean)
+    return means
+
+
+def _parts(flat: Tensor, tensors: dict[nn.Parameter, Tensor]) -> Iterator[Tensor]:
+    """Yield the part of a flat tensor that belongs to each tensor, in its shape."""
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
+    for part, tensor in zip(parts, tensors.values(), strict=True):
+        yield part.view(tensor.shape)
+
+
+def _by_dtype(tensors: dict[nn.Parameter, Tensor]) -> list[dict[nn.Parameter, Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], dict[nn.Parameter, Tensor]] = {}
+    for parameter, tensor in tensors.items():
+        groups.setdefault((tensor.device, tensor.dtype), {})[parameter] = tensor
+    return list(groups.values())
+
+
+def real_view(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of real numbers, and other tensors as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

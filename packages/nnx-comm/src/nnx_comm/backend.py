@@ -1,0 +1,119 @@
+"""`SlowLinkBackend`: plain data parallelism, the common part of both kinds of algorithms."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+from torch import nn
+from torch.optim import Optimizer
+
+from nnx_base.ranks import all_gather_object, control_group
+from nnx_checkpoint.reading.state import OptimizerState, parameter_names
+from nnx_comm.algorithm import Algorithm
+from nnx_comm.state import add_state, load_state
+from nnx_core.backend import Backend, OptionsT, ParallelContext, Sample
+from nnx_core.errors import DisagreementError
+from nnx_core.optimizers.gradients import refuse_sparse_layers
+from nnx_core.view.modules import broadcast_module, move_to
+
+__all__ = ["SlowLinkBackend"]
+
+log = logging.getLogger("nnx.comm")
+
+
+class SlowLinkBackend(Backend[OptionsT]):
+    """Every rank holds the model, and an `Algorithm` exchanges gradients or weights.
+
+    Attributes:
+        algorithm: The algorithm of this run.
+        payload: The bytes that this rank sent for the last step.
+        total: The bytes that this rank sent in the run.
+        is_loading: True while the optimizer is restored without the algorithm.
+    """
+
+    algorithm: Algorithm
+
+    def __init__(self, options: OptionsT) -> None:
+        super().__init__(options)
+        self.payload = self.total = 0
+        self.is_loading = False
+
+    @abstractmethod
+    def make_algorithm(self) -> Algorithm:
+        """Return the algorithm of the options, without state."""
+
+    @property
+    def is_alone(self) -> bool:
+        """True if there is one rank, which has nothing to exchange."""
+        return self.context.world_size == 1
+
+    def setup(self, context: ParallelContext) -> None:
+        """Make the algorithm; compare the options over the ranks. Collective.
+
+        Raises:
+            DisagreementError: A rank has other options.
+        """
+        super().setup(context)
+        self.payload = self.total = 0
+        self.algorithm = self.make_algorithm()
+        if self.is_alone:
+            log.warning("There is one rank: it trains as one process, and exchanges nothing")
+            return
+        own = {item.name: getattr(self.options, item.name) for item in fields(self.options)}  # type: ignore[arg-type]
+        everyones = all_gather_object(own, control_group())
+        for name, value in everyones[0].items():
+            odd = [rank for rank, theirs in enumerate(everyones) if theirs[name] != value]
+            if odd:
+                raise DisagreementError(
+                    f"rank {odd[0]} has {name}={everyones[odd[0]][name]!r} and rank 0 has {name}={value!r}.",
+                    remedy="Pass the same options on all ranks.",
+                )
+
+    def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Move the module to the device, with rank zero's values. Collective."""
+        move_to(module, self.context.device)
+        broadcast_module(module)
+        return {}
+
+    def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Do nothing: the parameters are the user's own."""
+        return {}
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse sparse gradients."""
+        if optimizers:
+            refuse_sparse_layers(module, engine="this strategy")
+
+    def count(self, payload: int) -> None:
+        """Count the bytes of a step."""
+        self.payload = payload
+        self.total += payload
+
+    def metrics(self) -> dict[str, float]:
+        """Return the bytes that this rank sent for the last step and in the run."""
+        return {"payload_bytes": float(self.payload), "payload_bytes_total": float(self.total)}
+
+    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
+        """Return handles on the optimizer's state and on the algorithm's."""
+        state = super().optimizer_state(module, optimizer)
+        if not self.is_loading:
+            rank, ranks = self.context.rank, self.context.world_size
+            add_state(state, self.algorithm, parameter_names(module), rank=rank, ranks=ranks)
+        return state
+
+    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
+        """Restore the optimizer and the algorithm."""
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            self.algorithm.own.pop(parameter, None)
+            self.algorithm.shared.pop(parameter, None)
+        self.algorithm.common.clear()
+        self.is_loading = True
+        try:
+            super().load_optimizer_state(module, optimizer, saved)
+        finally:
+            self.is_loading = False
+        rank, ranks = self.context.rank, self.context.world_size
+        load_state(saved, self.algorithm, parameter_names(module), rank=rank, ranks=ranks)

@@ -1,0 +1,188 @@
+"""Strategies that average gradients in each step, in fewer bytes: `bagua`, `bagua_bytegrad`, `powersgd`.
+
+Replicas stay equal. Gradients are exchanged after the backward that ends an accumulation, so clipping and
+the step see the average, as under ``ddp``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nnx_comm.algorithm import Averaging, all_finite
+from nnx_comm.backend import SlowLinkBackend, log
+from nnx_comm.options import BaguaOptions, PowerSGDOptions
+from nnx_comm.powersgd import PowerSGD
+from nnx_comm.wire import make_wire
+from nnx_core.agree.divergence import refuse_unequal_gradient
+from nnx_core.agree.parameter_usage import used_anywhere
+from nnx_core.backend import OptionsT
+from nnx_core.errors import UnsupportedError
+from nnx_core.optimizers.gradients import refuse_sparse_gradient
+from nnx_core.optimizers.optimizer_probe import dependence
+
+__all__ = ["BaguaBackend", "GradientBackend", "PowerSGDBackend"]
+
+T = TypeVar("T")
+
+
+class GradientBackend(SlowLinkBackend[OptionsT]):
+    """Averages the gradients of all ranks after a backward."""
+
+    reduces_in_backward = True
+    algorithm: Averaging
+
+    def __init__(self, options: OptionsT) -> None:
+        super().__init__(options)
+        self._accumulates = self._overflowed = False
+        self._of_model: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._averaged: dict[nn.Parameter, weakref.ref[Tensor]] = {}
+        self._scaler: torch.amp.GradScaler | None = None
+
+    @abstractmethod
+    def make_algorithm(self) -> Averaging:
+        """Return the algorithm of the options."""
+
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        """Return a context in which gradients accumulate on each rank."""
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
+
+    def grad_scaler(self, default: torch.amp.GradScaler) -> torch.amp.GradScaler | None:
+        """Return the scaler, whose scale errors are kept without."""
+        self._scaler = super().grad_scaler(default)
+        return self._scaler
+
+    def backward(self, module: nn.Module, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients, and average them unless they accumulate. Collective then."""
+        super().backward(module, loss, *args, **kwargs)
+        if not (self._accumulates or self.is_alone):
+            self._average(module)
+
+    @torch.no_grad()
+    def _average(self, module: nn.Module) -> None:
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        own = {parameter: parameter.grad for parameter in trained if parameter.grad is not None}
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        for parameter, gradient in own.items():
+            refuse_sparse_gradient(gradient, names[parameter])
+        overflows = self.algorithm.wire.loses and not all_finite(own)
+        *are_used, overflowed = used_anywhere([*(parameter in own for parameter in trained), overflows])
+        self._overflowed = overflowed
+        if overflowed:
+            self._skip(trained)
+            return
+        used = [parameter for parameter, is_used in zip(trained, are_used, strict=True) if is_used]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        scaled = self._scaler is not None and self._scaler.is_enabled()
+        self.algorithm.scale = self._scaler.get_scale() if scaled and self._scaler is not None else 1.0
+        gradients = {parameter: parameter.grad for parameter in used if parameter.grad is not None}
+        self.count(self.algorithm.exchange(gradients, step=0))
+        self._averaged.update((parameter, weakref.ref(gradient)) for parameter, gradient in gradients.items())
+
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Step; an optimizer that reads more than gradients, as LBFGS reads losses, gets the mean loss."""
+        if not self.is_alone and self._reads_loss(optimizer):
+            args = tuple(map(_with_mean_loss, args))
+            kwargs = {name: _with_mean_loss(value) for name, value in kwargs.items()}
+        return step(*args, **kwargs)
+
+    def _reads_loss(self, optimizer: Optimizer) -> bool:
+        """Return True if an update depends on the whole model, so that it may depend on the loss, too."""
+        if optimizer not in self._of_model:
+            self._of_model[optimizer] = dependence(optimizer) == "model"
+        return self._of_model[optimizer]
+
+    def collect_gradients(self, module: nn.Module) -> None:
+        """Refuse gradients of a rank's own samples, which user code assigned and nothing averages."""
+        if self.is_alone or self._overflowed:
+            return
+        for name, parameter in module.named_parameters():
+            averaged = self._averaged.get(parameter)
+            if parameter.grad is not None and (averaged is None or averaged() is not parameter.grad):
+                refuse_unequal_gradient(parameter.grad, name)
+
+    def _skip(self, trained: Sequence[nn.Parameter]) -> None:
+        """Exchange nothing, and let no rank step: errors stay as they are.
+
+        A loss scaler skips the step of all ranks if one rank's gradients overflow, and reduces the scale.
+        """
+        self.count(0)
+        if self._scaler is not None and self._scaler.is_enabled():
+            return
+        if self.context.rank == 0:
+            log.warning("Gradients of a rank are not finite: no rank steps, and the codec's errors stay")
+        for parameter in trained:
+            parameter.grad = None
+
+
+def _with_mean_loss(argument: Any) -> Any:
+    """Return a closure with the mean loss over the ranks; other arguments as they are."""
+    if not callable(argument):
+        return argument
+
+    def closure(*args: Any, **kwargs: Any) -> Any:
+        loss = argument(*args, **kwargs)
+        if loss is None:
+            return None
+        mean = torch.as_tensor(loss).detach().clone()
+        dist.all_reduce(mean)
+        return mean / dist.get_world_size()
+
+    return closure
+
+
+class BaguaBackend(GradientBackend[BaguaOptions]):
+    """Averages gradients through a codec."""
+
+    Options = BaguaOptions
+
+    def make_algorithm(self) -> Averaging:
+        """Return the average through the codec of the options."""
+        codec = "int8" if self.options.algorithm == "bytegrad" else self.options.codec
+        wire = make_wire(codec, self.options.density)
+        return Averaging(wire, error_feedback=self.options.error_feedback)
+
+
+class PowerSGDBackend(GradientBackend[PowerSGDOptions]):
+    """Averages gradients as products of thin matrices."""
+
+    Options = PowerSGDOptions
+
+    def make_algorithm(self) -> Averaging:
+        """Return the average through torch's hook."""
+        options = self.options
+        wire = PowerSGD(
+            rank=options.matrix_approximation_rank,
+            start=options.start_powerSGD_iter,
+            least=options.min_compression_rate,
+        )
+        return Averaging(wire, error_feedback=options.error_feedback)
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse several optimizers: the matrices of one would replace those of the other.
+
+        Raises:
+            UnsupportedError: There are several.
+        """
+        super().setup_optimizers(module, optimizers)
+        if len(optimizers) > 1:
+            raise UnsupportedError(
+                f"'powersgd' keeps matrices for the gradients of one optimizer, and there are "
+                f"{len(optimizers)}.",
+                remedy="Use one optimizer with several param groups, or strategy='bagua', codec='bf16'.",
+            )

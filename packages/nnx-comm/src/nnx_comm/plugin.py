@@ -1,0 +1,93 @@
+"""List the strategies of the plugin, as data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nnx_core import Capabilities, StrategySpec, hookimpl
+
+_EQUAL = Capabilities(
+    precisions=("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"),
+    refuses=(
+        *("sparse_gradients", "sparse_gradients_of_a_function"),
+        *("loss_backward_called_directly", "gradient_surgery", "pipeline_split_backward"),
+    ),
+)
+_NEAR = replace(_EQUAL, exact=False)
+
+_REPLICAS = replace(_NEAR, multiple_optimizers=False, refuses=_EQUAL.refuses[:2])
+
+
+def _of_replicas(
+    name: str, engine: str, description: str, use_when: str, **init_params: object
+) -> StrategySpec:
+    return StrategySpec(
+        name=name,
+        target=f"nnx_comm.replicas:{engine}Backend",
+        options=f"nnx_comm.options:{engine}Options",
+        description=description,
+        use_when=use_when,
+        docs_url="docs/backends/slow-links.md",
+        capabilities=_REPLICAS,
+        init_params=init_params,
+    )
+
+
+@hookimpl
+def nnx_strategies() -> list[StrategySpec]:
+    """Return the strategies."""
+    return [
+        StrategySpec(
+            name="bagua",
+            target="nnx_comm.gradients:BaguaBackend",
+            options="nnx_comm.options:BaguaOptions",
+            description="Gradients averaged in each step through a codec; without one, the numbers of ddp",
+            use_when="links are slow and you would use ddp: give it codec='bf16' or codec='int8'",
+            docs_url="docs/backends/slow-links.md",
+            capabilities=_EQUAL,
+        ),
+        StrategySpec(
+            name="bagua_bytegrad",
+            target="nnx_comm.gradients:BaguaBackend",
+            options="nnx_comm.options:BaguaOptions",
+            description="Gradients averaged as bytes, a quarter of ddp's, with error feedback",
+            use_when="links are slow and the loss must stay near ddp's",
+            docs_url="docs/backends/slow-links.md",
+            capabilities=_NEAR,
+            init_params={"algorithm": "bytegrad"},
+        ),
+        StrategySpec(
+            name="powersgd",
+            target="nnx_comm.gradients:PowerSGDBackend",
+            options="nnx_comm.options:PowerSGDOptions",
+            description="Gradients averaged as products of thin matrices, by torch's PowerSGD",
+            use_when="links are slow, and the model has large matrices",
+            docs_url="docs/backends/slow-links.md",
+            capabilities=replace(_NEAR, multiple_optimizers=False),
+        ),
+        _of_replicas(
+            "localsgd",
+            "LocalSGD",
+            "Ranks train alone, and average their weights every 20 steps",
+            "links are so slow that gradients cannot travel in each step",
+        ),
+        _of_replicas(
+            "bagua_decentralized",
+            "Decentralized",
+            "Ranks step alone, then average their weights with all ranks or with one",
+            "you come from Bagua, or each rank should talk to one other rank at a time",
+        ),
+        _of_replicas(
+            "diloco",
+            "DiLoCo",
+            "Ranks train alone; every 20 steps an outer SGD steps on the average change",
+            "links are so slow that gradients cannot travel in each step, as between sites",
+        ),
+        _of_replicas(
+            "diloco_streaming",
+            "DiLoCo",
+            "DiLoCo in fragments of the model, each exchanged at its own step",
+            "one exchange of the whole model in diloco takes too long at once",
+            fragments=4,
+        ),
+    ]

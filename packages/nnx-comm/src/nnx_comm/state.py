@@ -1,0 +1,141 @@
+"""Store an algorithm's state in checkpoints, under names that engines without the algorithm ignore.
+
+The state is part of the optimizer's, beside that of parameters, because it is of no use without it::
+
+    optim.<i>.state.comm:<parameter>.own_<name>       [ranks, *shape]: a row of each rank
+    optim.<i>.state.comm:<parameter>.shared_<name>    equal on all ranks
+    optim.<i>.state.comm:.common_<name>               equal on all ranks, of no parameter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nnx_base.shard import Box, Shard, shard_of
+from nnx_checkpoint.reading.naming import StoredName
+from nnx_checkpoint.reading.state import OptimizerState
+from nnx_comm.algorithm import Algorithm
+
+__all__ = ["REPLICA", "add_own", "add_state", "load_state"]
+
+REPLICA = "replica_"
+"""Begins the names of a replica's own weights and optimizer state."""
+_PREFIX = "comm:"
+
+
+def add_state(
+    state: OptimizerState,
+    algorithm: Algorithm,
+    names: Mapping[nn.Parameter, str],
+    *,
+    rank: int,
+    ranks: int,
+) -> None:
+    """Add handles on an algorithm's state to an optimizer's.
+
+    Args:
+        state: The description of the optimizer; state of its parameters only is added.
+        algorithm: The algorithm.
+        names: The names of the parameters.
+        rank: This rank.
+        ranks: The number of ranks.
+    """
+    add_own(state, algorithm.own, names, rank=rank, ranks=ranks)
+    of_optimizer = _parameters(state)
+    for parameter, tensors in algorithm.shared.items():
+        if (name := names.get(parameter)) in of_optimizer:
+            entries = state["state"].setdefault(f"{_PREFIX}{name}", {})
+            entries.update({f"shared_{key}": shard_of(tensor) for key, tensor in tensors.items()})
+    if algorithm.common:
+        common = {f"common_{key}": shard_of(tensor) for key, tensor in algorithm.common.items()}
+        state["state"][_PREFIX] = dict(common)
+
+
+def add_own(
+    state: OptimizerState,
+    own: Mapping[nn.Parameter, Mapping[str, Tensor]],
+    names: Mapping[nn.Parameter, str],
+    *,
+    rank: int,
+    ranks: int,
+) -> None:
+    """Add handles on tensors of this rank alone to an optimizer's state.
+
+    Args:
+        state: The description of the optimizer; tensors of its parameters only are added.
+        own: The tensors, by parameter and name.
+        names: The names of the parameters.
+        rank: This rank.
+        ranks: The number of ranks.
+    """
+    of_optimizer = _parameters(state)
+    for parameter, tensors in own.items():
+        if (name := names.get(parameter)) in of_optimizer:
+            entries = state["state"].setdefault(f"{_PREFIX}{name}", {})
+            entries.update({f"own_{key}": _row(tensor, rank, ranks) for key, tensor in tensors.items()})
+
+
+def load_state(
+    saved: Mapping[str, Any],
+    algorithm: Algorithm,
+    names: Mapping[nn.Parameter, str],
+    *,
+    rank: int,
+    ranks: int,
+) -> None:
+    """Restore an algorithm's state from an optimizer's in a checkpoint; other ranks may have saved it.
+
+    Args:
+        saved: The optimizer's state by name, with unsharded tensors or handles on them.
+        algorithm: The algorithm.
+        names: The names of the parameters.
+        rank: This rank.
+        ranks: The number of ranks.
+    """
+    parameters = {f"{_PREFIX}{name}": parameter for parameter, name in names.items()}
+    for key, values in saved["state"].items():
+        if not (isinstance(key, str) and key.startswith(_PREFIX)):
+            continue
+        parameter = parameters.get(key)
+        for entry, value in values.items():
+            kind, _, name = entry.partition("_")
+            if key == _PREFIX:
+                algorithm.common[name] = _read(value)
+            elif parameter is not None and kind == "shared":
+                algorithm.shared.setdefault(parameter, {})[name] = _read(value).to(parameter.device)
+            elif parameter is not None:
+                combined = algorithm.combine(
+                    name,
+                    lambda row, value=value: _read_row(value, row),  # type: ignore[misc]
+                    saved=value.shape[0],
+                    rank=rank,
+                    ranks=ranks,
+                )
+                if combined is not None:
+                    algorithm.own.setdefault(parameter, {})[name] = combined.to(parameter.device)
+
+
+def _parameters(state: OptimizerState) -> set[str | None]:
+    return {name for group in state["param_groups"] for name in group["params"]}
+
+
+def _row(tensor: Tensor, rank: int, ranks: int) -> Shard:
+    tensor = tensor.detach()
+    size = (1, *tensor.shape)
+    box = Box((rank, *(0 for _ in tensor.shape)), size)
+    return Shard((ranks, *tensor.shape), tensor.dtype, (box,), (tensor.view(size),))
+
+
+def _read(value: StoredName | Tensor) -> Tensor:
+    return value.stored.read(value.key) if isinstance(value, StoredName) else value.clone()
+
+
+def _read_row(value: StoredName | Tensor, row: int) -> Tensor:
+    if isinstance(value, Tensor):
+        return value[row].clone()
+    box = Box((row, *(0 for _ in value.shape[1:])), (1, *value.shape[1:]))
+    return torch.squeeze(value.stored.read(value.key, box), 0)

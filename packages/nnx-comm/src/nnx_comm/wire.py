@@ -1,0 +1,255 @@
+"""Average a flat tensor over the ranks in few bytes: codecs, and the collectives that carry them.
+
+A `Wire` returns the mean and this rank's error, the part of its values that the mean lacks. The errors are
+exact: over all ranks, values = ranks x mean + errors. So an algorithm that adds its error to the values of
+the next step loses nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nnx_core.agree.announced_waits import wait_for_collective
+
+__all__ = ["Cast", "Codec", "Exact", "Int8", "Recoded", "Sent", "TopK", "Wire", "add_over_ranks", "make_wire"]
+
+BLOCK = 512
+"""Elements that share one scale in `Int8`."""
+_DOING = "the exchange of a slow link's algorithm"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sent:
+    """The result of an exchange.
+
+    Attributes:
+        mean: The mean over the ranks, equal on all of them.
+        error: The part of this rank's values that the mean lacks; None if it lacks nothing.
+        payload: The bytes that this rank sent.
+    """
+
+    mean: Tensor
+    error: Tensor | None
+    payload: int
+
+
+class Wire(ABC):
+    """Averages a flat tensor over the ranks.
+
+    Attributes:
+        loses: True if the mean is not that of the values, so that there is an error to keep.
+        state: Tensors that are equal on all ranks and that a checkpoint stores, by name.
+    """
+
+    loses: bool = True
+
+    def __init__(self) -> None:
+        self.state: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def mean(self, values: Tensor, shapes: Sequence[torch.Size]) -> Sent:
+        """Average the values of all ranks. Collective.
+
+        Args:
+            values: This rank's values, flat; the method may write into them.
+            shapes: The shapes of the tensors that they consist of.
+        """
+
+    @abstractmethod
+    def payload(self, count: int, *, ranks: int, itemsize: int) -> int:
+        """Return the bytes that a rank sends for so many elements: the formula of the documentation."""
+
+
+class Exact(Wire):
+    """The sum of torch's all-reduce, of values divided by the number of ranks as under ``ddp``."""
+
+    loses = False
+
+    def mean(self, values: Tensor, shapes: Sequence[torch.Size]) -> Sent:
+        """Average the values of all ranks in place. Collective."""
+        ranks = dist.get_world_size()
+        values.mul_(1 / ranks)
+        add_over_ranks(values)
+        return Sent(values, None, self.payload(values.numel(), ranks=ranks, itemsize=values.element_size()))
+
+    def payload(self, count: int, *, ranks: int, itemsize: int) -> int:
+        """Return the bytes of a ring all-reduce."""
+        return 2 * (ranks - 1) * count * itemsize // ranks
+
+
+class Codec(ABC):
+    """Turns rows of numbers into rows of bytes, and back."""
+
+    @abstractmethod
+    def padded(self, count: int) -> int:
+        """Return the length of a row of at least so many numbers that the codec can encode."""
+
+    @abstractmethod
+    def encode(self, rows: Tensor) -> Tensor:
+        """Return a row of bytes for each row of numbers."""
+
+    @abstractmethod
+    def decode(self, coded: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        """Return rows of so many numbers from rows of bytes."""
+
+    @abstractmethod
+    def row_bytes(self, count: int) -> int:
+        """Return the bytes of a row of so many numbers."""
+
+
+class Cast(Codec):
+    """Numbers of two bytes; those too large for them become the largest.
+
+    Args:
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def padded(self, count: int) -> int:
+        """Return the count."""
+        return count
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Round to the nearest number of two bytes."""
+        largest = torch.finfo(self.dtype).max
+        return rows.clamp(-largest, largest).to(self.dtype).view(torch.uint8)
+
+    def decode(self, coded: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        """Return the numbers."""
+        return coded.view(self.dtype).to(dtype)
+
+    def row_bytes(self, count: int) -> int:
+        """Return two bytes for each number."""
+        return 2 * count
+
+
+class Int8(Codec):
+    """Whole numbers from -127 to 127, with a scale for each block of a row; zero stays zero."""
+
+    def padded(self, count: int) -> int:
+        """Return a multiple of the block."""
+        block = min(BLOCK, max(count, 1))
+        return -(-count // block) * block
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Round each number to the nearest multiple of its block's scale."""
+        blocks = rows.reshape(len(rows), -1, min(BLOCK, rows.shape[1]))
+        scales = blocks.abs().amax(2, keepdim=True).float() / 127
+        codes = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)).round().clamp(-127, 127)
+        parts = (scales.flatten(1).view(torch.uint8), codes.to(torch.int8).flatten(1).view(torch.uint8))
+        return torch.cat(parts, dim=1)
+
+    def decode(self, coded: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        """Multiply the whole numbers by the scales."""
+        scales = coded[:, :-count].reshape(-1).view(torch.float32).view(len(coded), -1).to(dtype)
+        codes = coded[:, -count:].view(torch.int8)
+        blocks = codes.to(dtype).reshape(len(coded), -1, min(BLOCK, count))
+        return (blocks * scales.unsqueeze(2)).flatten(1)
+
+    def row_bytes(self, count: int) -> int:
+        """Return a byte for each number, and four for each block."""
+        return count + 4 * (count // min(BLOCK, count))
+
+
+class Recoded(Wire):
+    """Each rank averages a chunk of all ranks' coded values, and sends the chunk's coded mean to all.
+
+    Args:
+        codec: The form of the values on the wire.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        super().__init__()
+        self.codec = codec
+
+    def mean(self, values: Tensor, shapes: Sequence[torch.Size]) -> Sent:
+        """Average the values of all ranks. Collective."""
+        ranks, rank, dtype = dist.get_world_size(), dist.get_rank(), values.dtype
+        count = self.codec.padded(-(-values.numel() // ranks))
+        rows = values.new_zeros(ranks, count)
+        rows.view(-1)[: values.numel()] = values
+        coded = self.codec.encode(rows)
+        error = rows - self.codec.decode(coded, count, dtype)
+        received = torch.empty_like(coded)
+        _wait(dist.all_to_all_single(received, coded, async_op=True))
+        chunk = self.codec.decode(received, count, dtype).sum(0, keepdim=True) / ranks
+        own = self.codec.encode(chunk)
+        error[rank] += (chunk - self.codec.decode(own, count, dtype))[0] * ranks
+        _wait(dist.all_gather(list(coded.unsqueeze(1).unbind()), own, async_op=True))
+        mean = self.codec.decode(coded, count, dtype)
+        payload = self.payload(values.numel(), ranks=ranks, itemsize=values.element_size())
+        return Sent(mean.view(-1)[: values.numel()], error.view(-1)[: values.numel()], payload)
+
+    def payload(self, count: int, *, ranks: int, itemsize: int) -> int:
+        """Return the bytes of all chunks but this rank's own, sent twice."""
+        return 2 * (ranks - 1) * self.codec.row_bytes(self.codec.padded(-(-count // ranks)))
+
+
+class TopK(Wire):
+    """Every rank sends its largest values to all others, with their positions.
+
+    Args:
+        density: The share of the values that is sent.
+    """
+
+    def __init__(self, density: float) -> None:
+        super().__init__()
+        self.density = density
+
+    def mean(self, values: Tensor, shapes: Sequence[torch.Size]) -> Sent:
+        """Average the largest values of each rank. Collective."""
+        ranks = dist.get_world_size()
+        where = values.abs().topk(self._kept(values.numel()), sorted=False).indices
+        chosen = values[where]
+        positions = where.new_empty(ranks, where.numel(), dtype=torch.int32)
+        numbers = chosen.new_empty(ranks, where.numel())
+        _wait(dist.all_gather(list(positions.unbind()), where.to(torch.int32), async_op=True))
+        _wait(dist.all_gather(list(numbers.unbind()), chosen, async_op=True))
+        mean = torch.zeros_like(values).index_add_(0, positions.flatten().long(), numbers.flatten()) / ranks
+        error = values.index_fill(0, where, 0.0)
+        payload = self.payload(values.numel(), ranks=ranks, itemsize=values.element_size())
+        return Sent(mean, error, payload)
+
+    def payload(self, count: int, *, ranks: int, itemsize: int) -> int:
+        """Return the bytes of an all-gather of values and of positions of four bytes."""
+        return (ranks - 1) * self._kept(count) * (itemsize + 4)
+
+    def _kept(self, count: int) -> int:
+        return max(1, int(count * self.density)) if count else 0
+
+
+_WIRES: dict[str, Callable[[float], Wire]] = {
+    "none": lambda density: Exact(),
+    "fp16": lambda density: Recoded(Cast(torch.float16)),
+    "bf16": lambda density: Recoded(Cast(torch.bfloat16)),
+    "int8": lambda density: Recoded(Int8()),
+    "topk": TopK,
+}
+
+
+def make_wire(codec: str, density: float) -> Wire:
+    """Return the wire of an option's value.
+
+    Args:
+        codec: A name of `nnx_comm.options.Codec`.
+        density: The share of the values that ``"topk"`` sends.
+    """
+    return _WIRES[codec](density)
+
+
+def add_over_ranks(values: Tensor) -> None:
+    """Replace values by their sum over the ranks. Collective."""
+    _wait(dist.all_reduce(values, async_op=True))
+
+
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None
+    wait_for_collective(work, _DOING)

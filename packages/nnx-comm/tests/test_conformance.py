@@ -1,0 +1,56 @@
+"""`bagua` keeps every guarantee without a codec; the others come near the numbers, and keep the rest.
+
+Checks that do not depend on the algorithm run under `bagua` alone. The checks train fewer steps than the
+default intervals.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from nnx_conformance import StrategyConformance
+
+NEAR = ("converges", "accumulation", "overflow_on_one_rank", "ranks_start_with_equal_weights")
+
+
+@pytest.mark.quick(
+    checks=(
+        *(
+            "losses_float32",
+            "accumulation",
+            "clip_after_unscaling",
+            "overflow_on_one_rank",
+            "manual_clipping",
+        ),
+        *("loss_falls_as_in_one_process", "parameters_used_sometimes", "head_per_task"),
+    ),
+)
+class TestBagua(StrategyConformance):
+    strategy = "bagua"
+
+
+@pytest.mark.quick(checks=("loss_falls_as_in_one_process",))
+class TestByteGrad(StrategyConformance):
+    strategy = "bagua_bytegrad"
+    only = (*NEAR, "numbers", "checkpoints")
+
+
+@pytest.mark.quick(checks=("loss_falls_as_in_one_process",))
+class TestPowerSGD(StrategyConformance):
+    strategy = "powersgd"
+    options = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 1}  # noqa: RUF012
+    only = NEAR
+
+
+@pytest.mark.quick(checks=("loss_falls_as_in_one_process",))
+class TestLocalSGD(StrategyConformance):
+    strategy = "localsgd"
+    options = {"interval": 1, "replicas": "each"}  # noqa: RUF012
+    only = (*NEAR, "stages", "checkpoints")
+
+
+@pytest.mark.quick(checks=("loss_falls_as_in_one_process",))
+class TestDiLoCo(StrategyConformance):
+    strategy = "diloco"
+    options = {"interval": 2}  # noqa: RUF012
+    only = NEAR
