@@ -23,6 +23,30 @@ print("held", flush=True)
 time.sleep(float(sys.argv[2]))
 """
 
+CLOSE = """
+import multiprocessing, sys, time
+from nnx_checkpoint.memory import hosts
+own = hosts._lock
+def lock(fd):
+    has_lock = own(fd)
+    time.sleep(0.05)  # the other process tries, too, before this one has closed
+    return has_lock
+hosts._lock = lock
+context = multiprocessing.get_context("fork")
+barrier = context.Barrier(2)
+def close():
+    for number in range(5):
+        memory = hosts.HostMemory(sys.argv[1], f"run{number}", 1)
+        memory.lock(alone=False)
+        barrier.wait(60)
+        memory.close(finished=True)
+        barrier.wait(60)
+other = context.Process(target=close)
+other.start()
+close()
+other.join()
+"""
+
 
 def hold(folder: Path, seconds: float) -> subprocess.Popen[str]:
     """A process of another start that holds the memory."""
@@ -60,6 +84,11 @@ def test_the_last_process_of_a_finished_run_removes_its_memory(tmp_path: Path) -
     process.wait()
     (memory.path / "20260101T000000.000000-00000000").mkdir()
     memory.close(finished=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_processes_that_finish_at_the_same_moment_remove_their_memory(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", CLOSE, str(tmp_path)], check=True, timeout=120)
     assert not list(tmp_path.iterdir())
 
 

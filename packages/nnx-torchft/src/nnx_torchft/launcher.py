@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -113,7 +114,7 @@ class _Group:
         place = {"nodes": 1, "devices": count, "port": _free_port()}
         for rank in range(count):
             ranks = variables(rank, address="127.0.0.1", run=f"{given[RUN]}-{self.name}", **place)
-            self.processes.append(subprocess.Popen(command, env={**own, **ranks}))
+            self.processes.append(subprocess.Popen(command, env={**own, **ranks}, start_new_session=True))
 
     def poll(self, *, stops: bool) -> int | None:
         """Return the exit code if the group has ended; a process that died takes the others with it.
@@ -131,9 +132,10 @@ class _Group:
         return died or 0
 
     def kill(self) -> None:
-        """End the processes at once."""
+        """End the processes at once, and those that they started, such as the workers of loaders."""
         for process in self.processes:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         for process in self.processes:
             process.wait()
         self.processes = []

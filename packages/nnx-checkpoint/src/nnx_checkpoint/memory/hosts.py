@@ -200,6 +200,8 @@ class HostMemory:
         fd, self._fd = self._fd, None
         if fd is None or os.getpid() != self._owner:
             return
+        if finished:
+            fcntl.lockf(fd, fcntl.LOCK_UN)  # of two that keep a shared lock, none would get it alone
         if finished and _lock(fd):
             shutil.rmtree(self.path, ignore_errors=True)
             with suppress(OSError):  # copies of another run are there
