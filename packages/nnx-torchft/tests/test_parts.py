@@ -116,9 +116,11 @@ def test_a_process_that_dies_takes_its_group_with_it_and_all_start_again(tmp_pat
         "starts = pathlib.Path(f'{group}.{rank}.starts')\n"
         "starts.write_text(starts.read_text() + '.' if starts.exists() else '.')\n"
         "assert os.environ['WORLD_SIZE'] == os.environ['LOCAL_WORLD_SIZE'] == '2'\n"
+        "first = pathlib.Path(f'{group}.0.starts')\n"
+        "while not (first.exists() and first.read_text()): time.sleep(0.1)\n"
         "if len(starts.read_text()) == 1:\n"
         "    os.kill(os.getpid(), signal.SIGKILL) if rank == '1' else time.sleep(100)\n"
-        "others = pathlib.Path('.').glob('*.0.starts')\n"
+        "others = list(pathlib.Path('.').glob('*.0.starts'))\n"
         "while any(len(other.read_text()) < 2 for other in others): time.sleep(0.1)\n"
     )
     command = [sys.executable, "-c", "from nnx_checkpoint.cli.command import main; main()", "run"]
