@@ -23,7 +23,7 @@ from nnx_core.view.modules import Layers
 from nnx_fsdp.meshes import mesh_of
 from nnx_fsdp.optimizer_state import shard_state
 from nnx_fsdp.options import FSDPOptions
-from nnx_fsdp.sharding import Reshard, ShardedUnit, Sharding
+from nnx_fsdp.sharding import ShardedUnit, Sharding
 from nnx_fsdp.units import UnitChoice, choose_units
 from nnx_fsdp.weights import Weights
 
@@ -107,15 +107,10 @@ class FSDPBackend(PartsBackend[FSDPOptions]):
 
     def _wrap(self, module: nn.Module, **_: Any) -> nn.Module:
         if not isinstance(module, FSDPModule):
-            self.sharding.shard_unit(ShardedUnit(type(module).__name__, module, self._reshard_unit()))
+            reshard = self.options.reshard_after_forward
+            unit = ShardedUnit(type(module).__name__, module, True if reshard is None else reshard)
+            self.sharding.shard_unit(unit)
         return module
-
-    def _reshard_unit(self, name: str = "", choice: UnitChoice | None = None) -> Reshard:
-        reshard = self.options.reshard_after_forward
-        if reshard is not None:
-            return reshard
-        # Backward begins with the last layer, so resharding it after forward only adds a gather.
-        return choice is None or name != choice.last
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
         """Shard the chosen units bottom-up, then all other parameters with the root."""
@@ -123,11 +118,9 @@ class FSDPBackend(PartsBackend[FSDPOptions]):
             return {}
         choice = self._choose_units(module)
         self._summaries[module] = self._describe(module, choice)
-        return self.sharding.shard(
-            module,
-            [ShardedUnit(name, unit, self._reshard_unit(name, choice)) for name, unit in choice.units],
-            reshard_root=self.options.reshard_after_forward,
-        )
+        reshard = self.options.reshard_after_forward
+        units = [ShardedUnit(name, unit, choice.reshards(name, reshard)) for name, unit in choice.units]
+        return self.sharding.shard(module, units, reshard_root=reshard)
 
     def _choose_units(self, root: nn.Module) -> UnitChoice:
         if not self.options.auto_wrap:

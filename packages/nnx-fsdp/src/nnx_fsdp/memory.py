@@ -24,13 +24,12 @@ class FSDPMemory(UnitMemory):
         choice = choice_of(trace.module, options)
         units = [name for name, _ in choice.units]
         reshard = options.get("reshard_after_forward")
-        last = [choice.last] if choice.last is not None else []
         super().__init__(
             trace,
             world,
             options,
             units=units,
-            keeps=last if reshard is None else () if reshard else units,
+            keeps=[name for name in units if not choice.reshards(name, reshard)],
             shards=max(world.size // replicas, 1),
             on_host=bool(options.get("cpu_offload")),
         )

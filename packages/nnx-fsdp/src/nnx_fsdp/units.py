@@ -44,6 +44,16 @@ class UnitChoice:
         containers = {name.rpartition(".")[0] for name, _ in self.units}
         return self.units[-1][0] if len(containers) == 1 else None
 
+    def reshards(self, name: str, given: bool | int | None) -> bool | int:
+        """Return ``reshard_after_forward`` of a unit.
+
+        Args:
+            name: The name of the unit.
+            given: The option's value. By default the last unit stays gathered: backward begins with it, so
+                resharding it only adds a gather.
+        """
+        return name != self.last if given is None else given
+
     def describe(self, root: nn.Module) -> str:
         """Return the units and the reason for them, as one clause."""
         total = _count(root)
