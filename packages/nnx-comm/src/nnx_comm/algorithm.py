@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nnx_comm.wire import Sent, Wire, add_over_ranks
+from nnx_comm.wire import Exact, Lossy, Wire, add_over_ranks
 
 __all__ = ["Algorithm", "Averaging", "Tensors", "all_finite", "mean_of", "real_view"]
 
@@ -84,7 +84,7 @@ class Averaging(Algorithm):
     def __init__(self, wire: Wire, *, error_feedback: bool = True) -> None:
         super().__init__()
         self.wire = wire
-        self.keeps_error = error_feedback and wire.loses
+        self.keeps_error = error_feedback and isinstance(wire, Lossy)
         self.scale = 1.0
         self._buffers: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
         self.common = wire.state
@@ -93,8 +93,8 @@ class Averaging(Algorithm):
     def exchange(self, tensors: Tensors, *, step: int) -> int:
         """Replace the tensors by their mean over the ranks. Collective."""
         real = {parameter: real_view(tensor) for parameter, tensor in tensors.items()}
-        if self.wire.loses:
-            return self._exchange_lossy(real)
+        if isinstance(self.wire, Lossy):
+            return self._exchange_lossy(self.wire, real)
         return sum(self._exchange_exact(group) for group in _by_dtype(real))
 
     def _exchange_exact(self, tensors: dict[nn.Parameter, Tensor]) -> int:
@@ -113,7 +113,7 @@ class Averaging(Algorithm):
             tensor.copy_(part)
         return self.wire.payload(count, ranks=ranks, itemsize=flat.element_size())
 
-    def _exchange_lossy(self, tensors: dict[nn.Parameter, Tensor]) -> int:
+    def _exchange_lossy(self, wire: Lossy, tensors: dict[nn.Parameter, Tensor]) -> int:
         """Exchange all tensors as one, in float32 or wider, with the errors of the last exchange."""
         if not tensors:
             return 0
@@ -125,7 +125,7 @@ class Averaging(Algorithm):
             for part, parameter in zip(_parts(flat, tensors), tensors, strict=True):
                 if parameter in self.own:
                     part.add_(self.own[parameter]["error"])
-        sent: Sent = self.wire.mean(flat, [tensor.shape for tensor in tensors.values()])
+        sent = wire.mean(flat, [tensor.shape for tensor in tensors.values()])
         for tensor, mean in zip(tensors.values(), _parts(sent.mean, tensors), strict=True):
             tensor.copy_(mean * self.scale)
         self._keep(sent.error, tensors)
@@ -151,12 +151,7 @@ def all_finite(tensors: Tensors) -> bool:
 def mean_of(tensors: Tensors) -> dict[nn.Parameter, Tensor]:
     """Return the mean of each tensor over the ranks, in new memory. Collective."""
     means = {parameter: tensor.detach().clone() for parameter, tensor in tensors.items()}
-    for group in _by_dtype({parameter: real_view(mean) for parameter, mean in means.items()}):
-        flat = torch.cat([tensor.reshape(-1) for tensor in group.values()])
-        flat.mul_(1 / dist.get_world_size())
-        dist.all_reduce(flat)
-        for tensor, mean in zip(group.values(), _parts(flat, group), strict=True):
-            tensor.copy_(mean)
+    Averaging(Exact()).exchange(means, step=0)
     return means
 
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,13 +20,14 @@ from nnx_comm.algorithm import Averaging, all_finite
 from nnx_comm.backend import SlowLinkBackend, log
 from nnx_comm.options import BaguaOptions, PowerSGDOptions
 from nnx_comm.powersgd import PowerSGD
-from nnx_comm.wire import make_wire
+from nnx_comm.wire import Lossy, make_wire
 from nnx_core.agree.divergence import refuse_unequal_gradient
 from nnx_core.agree.parameter_usage import used_anywhere
 from nnx_core.backend import OptionsT
 from nnx_core.errors import UnsupportedError
 from nnx_core.optimizers.gradients import refuse_sparse_gradient
 from nnx_core.optimizers.optimizer_probe import dependence
+from nnx_core.optimizers.unsharded_optimizer import mean_loss
 
 __all__ = ["BaguaBackend", "GradientBackend", "PowerSGDBackend"]
 
@@ -78,7 +78,7 @@ class GradientBackend(SlowLinkBackend[OptionsT]):
         names = {parameter: name for name, parameter in module.named_parameters()}
         for parameter, gradient in own.items():
             refuse_sparse_gradient(gradient, names[parameter])
-        overflows = self.algorithm.wire.loses and not all_finite(own)
+        overflows = isinstance(self.algorithm.wire, Lossy) and not all_finite(own)
         *are_used, overflowed = used_anywhere([*(parameter in own for parameter in trained), overflows])
         self._overflowed = overflowed
         if overflowed:
@@ -97,9 +97,19 @@ class GradientBackend(SlowLinkBackend[OptionsT]):
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Step; an optimizer that reads more than gradients, as LBFGS reads losses, gets the mean loss."""
         if not self.is_alone and self._reads_loss(optimizer):
-            args = tuple(map(_with_mean_loss, args))
-            kwargs = {name: _with_mean_loss(value) for name, value in kwargs.items()}
+            args = tuple(map(self._with_mean_loss, args))
+            kwargs = {name: self._with_mean_loss(value) for name, value in kwargs.items()}
         return step(*args, **kwargs)
+
+    def _with_mean_loss(self, argument: Any) -> Any:
+        """Return a closure with the mean loss over the ranks; other arguments as they are."""
+        if not callable(argument):
+            return argument
+
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            return mean_loss(argument(*args, **kwargs), self.context.device)
+
+        return closure
 
     def _reads_loss(self, optimizer: Optimizer) -> bool:
         """Return True if an update depends on the whole model, so that it may depend on the loss, too."""
@@ -128,22 +138,6 @@ class GradientBackend(SlowLinkBackend[OptionsT]):
             log.warning("Gradients of a rank are not finite: no rank steps, and the codec's errors stay")
         for parameter in trained:
             parameter.grad = None
-
-
-def _with_mean_loss(argument: Any) -> Any:
-    """Return a closure with the mean loss over the ranks; other arguments as they are."""
-    if not callable(argument):
-        return argument
-
-    def closure(*args: Any, **kwargs: Any) -> Any:
-        loss = argument(*args, **kwargs)
-        if loss is None:
-            return None
-        mean = torch.as_tensor(loss).detach().clone()
-        dist.all_reduce(mean)
-        return mean / dist.get_world_size()
-
-    return closure
 
 
 class BaguaBackend(GradientBackend[BaguaOptions]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from nnx_core.errors import OptionError
 from nnx_core.options import check_options, option
@@ -92,7 +92,7 @@ class BaguaOptions(CodecOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGDOptions:
-    """Options of `powersgd`, by the names of torch's ``PowerSGDState``."""
+    """Options of `powersgd`, named as in torch's ``PowerSGDState``."""
 
     matrix_approximation_rank: int = option(
         4,
@@ -121,7 +121,13 @@ class PowerSGDOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaOptions:
-    """Options of strategies whose ranks train replicas of their own between exchanges."""
+    """Options of strategies whose ranks train replicas of their own between exchanges.
+
+    Attributes:
+        INTERVAL: The option with the steps between two exchanges, which each subclass has.
+    """
+
+    INTERVAL: ClassVar[str] = "interval"
 
     replicas: Literal["average", "each"] = option(
         "average",
@@ -137,7 +143,7 @@ class ReplicaOptions:
     @property
     def steps_between(self) -> tuple[str, int]:
         """The option with the steps between two exchanges, and its value."""
-        return "interval", 1
+        return self.INTERVAL, getattr(self, self.INTERVAL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,15 +161,12 @@ class LocalSGDOptions(ReplicaOptions):
         super().__post_init__()
         _check_counts(self, interval=1)
 
-    @property
-    def steps_between(self) -> tuple[str, int]:
-        """The option with the steps between two exchanges, and its value."""
-        return "interval", self.interval
-
 
 @dataclass(frozen=True, kw_only=True)
 class DecentralizedOptions(ReplicaOptions):
     """Options of `bagua_decentralized`, by Bagua's names."""
+
+    INTERVAL: ClassVar[str] = "communication_interval"
 
     peer_selection_mode: Literal["all", "shift_one"] = option(
         "all",
@@ -177,11 +180,6 @@ class DecentralizedOptions(ReplicaOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_counts(self, communication_interval=1)
-
-    @property
-    def steps_between(self) -> tuple[str, int]:
-        """The option with the steps between two exchanges, and its value."""
-        return "communication_interval", self.communication_interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,11 +220,6 @@ class DiLoCoOptions(CodecOptions, ReplicaOptions):
                 f"outer_lr={self.outer_lr!r}, outer_momentum={self.outer_momentum!r} do not converge.",
                 remedy="Pass a positive rate and a momentum from 0 to below 1, such as 0.7 and 0.9.",
             )
-
-    @property
-    def steps_between(self) -> tuple[str, int]:
-        """The option with the steps between two exchanges, and its value."""
-        return "interval", self.interval
 
 
 def _check_counts(options: object, **least: int) -> None:

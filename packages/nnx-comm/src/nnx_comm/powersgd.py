@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from nnx_comm.wire import Sent, Wire
+from nnx_comm.wire import Lossy, Sent
 
 __all__ = ["PowerSGD"]
 
 _BUCKET = 0
 
 
-class PowerSGD(Wire):
+class PowerSGD(Lossy):
     """Sends two thin matrices in place of each gradient matrix.
 
     torch's hook computes and sends. This class gives it one bucket and keeps the error, so that a checkpoint

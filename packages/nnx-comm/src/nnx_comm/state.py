@@ -9,7 +9,7 @@ The state is part of the optimizer's, beside that of parameters, because it is o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,11 +45,7 @@ def add_state(
         ranks: The number of ranks.
     """
     add_own(state, algorithm.own, names, rank=rank, ranks=ranks)
-    of_optimizer = _parameters(state)
-    for parameter, tensors in algorithm.shared.items():
-        if (name := names.get(parameter)) in of_optimizer:
-            entries = state["state"].setdefault(f"{_PREFIX}{name}", {})
-            entries.update({f"shared_{key}": shard_of(tensor) for key, tensor in tensors.items()})
+    _add(state, "shared", algorithm.shared, names, shard_of)
     if algorithm.common:
         common = {f"common_{key}": shard_of(tensor) for key, tensor in algorithm.common.items()}
         state["state"][_PREFIX] = dict(common)
@@ -72,11 +68,7 @@ def add_own(
         rank: This rank.
         ranks: The number of ranks.
     """
-    of_optimizer = _parameters(state)
-    for parameter, tensors in own.items():
-        if (name := names.get(parameter)) in of_optimizer:
-            entries = state["state"].setdefault(f"{_PREFIX}{name}", {})
-            entries.update({f"own_{key}": _row(tensor, rank, ranks) for key, tensor in tensors.items()})
+    _add(state, "own", own, names, lambda tensor: _row(tensor, rank, ranks))
 
 
 def load_state(
@@ -119,8 +111,19 @@ def load_state(
                     algorithm.own.setdefault(parameter, {})[name] = combined.to(parameter.device)
 
 
-def _parameters(state: OptimizerState) -> set[str | None]:
-    return {name for group in state["param_groups"] for name in group["params"]}
+def _add(
+    state: OptimizerState,
+    kind: str,
+    found: Mapping[nn.Parameter, Mapping[str, Tensor]],
+    names: Mapping[nn.Parameter, str],
+    describe: Callable[[Tensor], Shard],
+) -> None:
+    """Add handles on tensors of one kind, for the parameters of the optimizer."""
+    of_optimizer = {name for group in state["param_groups"] for name in group["params"]}
+    for parameter, tensors in found.items():
+        if (name := names.get(parameter)) in of_optimizer:
+            entries = state["state"].setdefault(f"{_PREFIX}{name}", {})
+            entries.update({f"{kind}_{key}": describe(tensor) for key, tensor in tensors.items()})
 
 
 def _row(tensor: Tensor, rank: int, ranks: int) -> Shard:

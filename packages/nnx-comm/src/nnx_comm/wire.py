@@ -1,8 +1,8 @@
 """Average a flat tensor over the ranks in few bytes: codecs, and the collectives that carry them.
 
-A `Wire` returns the mean and this rank's error, the part of its values that the mean lacks. The errors are
-exact: over all ranks, values = ranks x mean + errors. So an algorithm that adds its error to the values of
-the next step loses nothing.
+A `Lossy` wire returns the mean and this rank's error, the part of its values that the mean lacks. The errors
+are exact: over all ranks, values = ranks x mean + errors. So an algorithm that adds its error to the values
+of the next step loses nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,19 @@ from torch import Tensor
 
 from nnx_core.agree.announced_waits import wait_for_collective
 
-__all__ = ["Cast", "Codec", "Exact", "Int8", "Recoded", "Sent", "TopK", "Wire", "add_over_ranks", "make_wire"]
+__all__ = [
+    "Cast",
+    "Codec",
+    "Exact",
+    "Int8",
+    "Lossy",
+    "Recoded",
+    "Sent",
+    "TopK",
+    "Wire",
+    "add_over_ranks",
+    "make_wire",
+]
 
 BLOCK = 512
 """Elements that share one scale in `Int8`."""
@@ -40,17 +52,22 @@ class Sent:
 
 
 class Wire(ABC):
-    """Averages a flat tensor over the ranks.
+    """The form of a flat tensor between the ranks.
 
     Attributes:
-        loses: True if the mean is not that of the values, so that there is an error to keep.
         state: Tensors that are equal on all ranks and that a checkpoint stores, by name.
     """
 
-    loses: bool = True
-
     def __init__(self) -> None:
         self.state: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def payload(self, count: int, *, ranks: int, itemsize: int) -> int:
+        """Return the bytes that a rank sends for so many elements: the formula of the documentation."""
+
+
+class Lossy(Wire):
+    """Averages a flat tensor over the ranks with an error, which the next exchange can add."""
 
     @abstractmethod
     def mean(self, values: Tensor, shapes: Sequence[torch.Size]) -> Sent:
@@ -61,22 +78,9 @@ class Wire(ABC):
             shapes: The shapes of the tensors that they consist of.
         """
 
-    @abstractmethod
-    def payload(self, count: int, *, ranks: int, itemsize: int) -> int:
-        """Return the bytes that a rank sends for so many elements: the formula of the documentation."""
-
 
 class Exact(Wire):
-    """The sum of torch's all-reduce, of values divided by the number of ranks as under ``ddp``."""
-
-    loses = False
-
-    def mean(self, values: Tensor, shapes: Sequence[torch.Size]) -> Sent:
-        """Average the values of all ranks in place. Collective."""
-        ranks = dist.get_world_size()
-        values.mul_(1 / ranks)
-        add_over_ranks(values)
-        return Sent(values, None, self.payload(values.numel(), ranks=ranks, itemsize=values.element_size()))
+    """Numbers as they are, which torch's all-reduce sums as under ``ddp``."""
 
     def payload(self, count: int, *, ranks: int, itemsize: int) -> int:
         """Return the bytes of a ring all-reduce."""
@@ -159,7 +163,7 @@ class Int8(Codec):
         return count + 4 * (count // min(BLOCK, count))
 
 
-class Recoded(Wire):
+class Recoded(Lossy):
     """Each rank averages a chunk of all ranks' coded values, and sends the chunk's coded mean to all.
 
     Args:
@@ -193,7 +197,7 @@ class Recoded(Wire):
         return 2 * (ranks - 1) * self.codec.row_bytes(self.codec.padded(-(-count // ranks)))
 
 
-class TopK(Wire):
+class TopK(Lossy):
     """Every rank sends its largest values to all others, with their positions.
 
     Args:

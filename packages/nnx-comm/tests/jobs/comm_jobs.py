@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 import nnx
+from nnx_comm.algorithm import Averaging
 from nnx_comm.wire import make_wire
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Plain, Task
@@ -138,11 +139,12 @@ def send(codec: str, counts: list[int]) -> list[tuple[float, float, int, int]]:
         values = torch.randn(count, generator=generator, dtype=torch.float64)
         total = values.clone()
         dist.all_reduce(total)
-        wire, ranks = make_wire(codec, 0.1), dist.get_world_size()
-        sent = wire.mean(values.clone(), [values.shape])
-        error = torch.zeros_like(values) if sent.error is None else sent.error.clone()
+        averaging, ranks = Averaging(make_wire(codec, 0.1)), dist.get_world_size()
+        parameter, mean = torch.nn.Parameter(values), values.clone()
+        payload = averaging.exchange({parameter: mean}, step=1)
+        error = averaging.own.get(parameter, {}).get("error", torch.zeros_like(values)).clone()
         dist.all_reduce(error)
-        lost = float((total - ranks * sent.mean - error).abs().max())
-        off = float((sent.mean - total / ranks).abs().max())
-        found.append((lost, off, sent.payload, wire.payload(count, ranks=ranks, itemsize=8)))
+        lost = float((total - ranks * mean - error).abs().max())
+        off = float((mean - total / ranks).abs().max())
+        found.append((lost, off, payload, averaging.wire.payload(count, ranks=ranks, itemsize=8)))
     return found

@@ -58,13 +58,29 @@ from nnx_core.optimizers.owners import (
 )
 from nnx_core.optimizers.step_arguments import StepArguments, take_closure
 
-__all__ = ["OwnerRanks"]
+__all__ = ["OwnerRanks", "mean_loss"]
 
 T = TypeVar("T")
 
 _DONE, _EVALUATE, _FAILED = 0, 1, 2
 
 _DROPPED, _WRITTEN = 1, 2
+
+
+def mean_loss(loss: Any, device: torch.device) -> Any:
+    """Return the mean of a loss over the ranks, which is the loss of one process. Collective.
+
+    Args:
+        loss: A tensor or a number; other values are returned as they are.
+        device: The device of the collective.
+    """
+    if not isinstance(loss, Tensor | float | int):
+        return loss
+    mean = torch.as_tensor(loss).detach().to(device, copy=True)
+    mean = mean if mean.is_floating_point() else mean.float()
+    all_reduce(mean)
+    mean /= dist.get_world_size()
+    return mean if isinstance(loss, Tensor) else mean.item()
 
 
 class OwnerRanks:
@@ -562,18 +578,8 @@ class _RankZeroStep:
         assert self._given.closure is not None
         self._owners._scatter(self._owned)
         with torch.enable_grad():
-            self._result = self._mean(self._given.closure())
+            self._result = mean_loss(self._given.closure(), self._owners._device)
         return self._owners._gather(self._owned)
-
-    def _mean(self, loss: Any) -> Any:
-        """Return the mean of a loss over the ranks, which is the loss of one process."""
-        if not isinstance(loss, Tensor | float | int):
-            return loss
-        mean = torch.as_tensor(loss).detach().to(self._owners._device, copy=True)
-        mean = mean if mean.is_floating_point() else mean.float()
-        all_reduce(mean)
-        mean /= dist.get_world_size()
-        return mean if isinstance(loss, Tensor) else mean.item()
 
     def _replace(self, stand_ins: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
         self._replaced = _Replaced()
