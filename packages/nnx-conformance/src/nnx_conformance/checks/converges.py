@@ -1,4 +1,4 @@
-"""What holds for every strategy, also for one whose numbers only come near those of one process."""
+"""The checks that every strategy passes, also one whose numbers only come near those of one process."""
 
 from __future__ import annotations
 

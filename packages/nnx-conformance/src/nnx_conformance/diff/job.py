@@ -1,4 +1,4 @@
-"""What the processes of one run of ``nnx diff`` do, as plain data, and the capture that all runs share."""
+"""The job of the processes of one run of ``nnx diff``, as plain data, and the capture that all runs share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nnx_conformance.diff.recorder import size_of
+from nnx_conformance.diff.recorder import all_tensors, size_of
 from nnx_core.errors import OptionError, UnsupportedError
 
 VARIABLE = "NNX_DIFF_JOB"
@@ -32,7 +32,7 @@ class Done(BaseException):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the processes of one run do.
+    """The job of the processes of one run.
 
     Attributes:
         directory: The directory of the records.
@@ -136,7 +136,7 @@ class Job:
                 f"the script's data have {len(batches)} batches, and a step needs {accumulate}.",
                 remedy="Give the script more data, or accumulate fewer batches.",
             )
-        needed = sum(t.numel() * t.element_size() for batch in batches for t in _tensors(batch))
+        needed = sum(t.numel() * t.element_size() for batch in batches for t in all_tensors(batch))
         if needed > self.limit:
             raise OptionError(
                 f"{len(batches)} global batches have {needed} bytes, and --memory allows {self.limit}.",
@@ -250,17 +250,6 @@ def _cut(value: Any, where: slice, size: int) -> Any:
             return value[where]
         return type(value)(_cut(item, where, size) for item in value)
     return value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def without_dropout(module: nn.Module) -> None:

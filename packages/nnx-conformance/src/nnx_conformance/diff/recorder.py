@@ -195,19 +195,20 @@ def tensors_in(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from tensors_in(item, f"{place}[{index}]")
 
 
-def _all_tensors(value: Any, depth: int = 6) -> Iterator[Tensor]:
+def all_tensors(value: Any, depth: int = 6) -> Iterator[Tensor]:
+    """Yield the tensors in a batch, also those that objects hold."""
     if depth == 0:  # an object may refer to itself
         return
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _all_tensors(item, depth - 1)
+            yield from all_tensors(item, depth - 1)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _all_tensors(item, depth - 1)
+            yield from all_tensors(item, depth - 1)
     elif hasattr(value, "__dict__"):
-        yield from _all_tensors(vars(value), depth - 1)
+        yield from all_tensors(vars(value), depth - 1)
 
 
 def size_of(batch: Any) -> int:
@@ -217,13 +218,13 @@ def size_of(batch: Any) -> int:
         >>> size_of({"x": torch.zeros(4, 2), "y": torch.zeros(4)})
         4
     """
-    return next((int(t.shape[0]) for t in _all_tensors(batch) if t.dim()), 0)
+    return next((int(t.shape[0]) for t in all_tensors(batch) if t.dim()), 0)
 
 
 def digest_rows(batch: Any) -> tuple[str, list[str], int]:
     """Return the element types of a batch, a digest of each sample, and the number of samples."""
     size = size_of(batch)
-    tensors = [t.detach() for t in _all_tensors(batch) if t.dim() and t.shape[0] == size]
+    tensors = [t.detach() for t in all_tensors(batch) if t.dim() and t.shape[0] == size]
     # A precision plugin may cast the batch: to float64 without loss, to 16 bits with some.
     tensors = [t.float() if t.dtype == torch.float64 else t for t in tensors]
     digests = []

@@ -92,7 +92,7 @@ def compare_runs(
         wanted = wanted_whole(compared.finding)
         whole = None
         if wanted:
-            whole = _run_again(run, a, b, first, second, twin, compared.finding)
+            whole = _run_again(run, a if twin is None else a.twin, b, second, compared.finding, wanted)
             again = read_run(whole[1], str(b))
             unlike = Comparer(second, again, None).compare()
             if _is_its_own(unlike, compared.finding):
@@ -133,17 +133,15 @@ def _run_again(
     run: Callable[..., Run],
     a: Side,
     b: Side,
-    first: Run,
     second: Run,
-    twin: Run | None,
     finding: Finding,
+    wanted: Sequence[tuple[int, str, str]],
 ) -> tuple[Path, Path]:
-    """Record the culprit whole, with what typical faults would give."""
-    wanted = wanted_whole(finding)
+    """Record the culprit whole on both sides; side a adds the tensors that typical faults would give."""
     shares = max(*(count for _, count in second.shares.values()), len(second.shares))
     explain = (finding.step, finding.kind, finding.origin.name, shares)
     steps = finding.step + 1
-    again = run("a whole", a if twin is None else a.twin, whole=wanted, explain=explain, steps=steps)
+    again = run("a whole", a, whole=wanted, explain=explain, steps=steps)
     other = run("b whole", b, whole=wanted, steps=steps)
     return again.directory, other.directory
 
