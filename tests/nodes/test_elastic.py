@@ -25,7 +25,7 @@ pytestmark = [
 SCRIPT = str(Path(__file__).with_name("elastic.py"))
 PORT, NAME = 29611, "laboratory"
 STEPS = 100
-"""Steps for each kill: another node needs some seconds to start, and the first one goes on meanwhile."""
+"""Steps for each kill: a node needs some seconds to start, and the other one trains on."""
 
 
 def start(node: Node, job: dict[str, Any], *, joins: bool) -> Run:

@@ -177,14 +177,14 @@ class Group:
 
     @property
     def notes(self) -> list[dict[str, Any]]:
-        """What the first process has noted until now."""
+        """The notes of the first process until now."""
         path = self.run.folder / f"{self.name}.{self.process.pid}.jsonl"
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     @property
     def log(self) -> str:
-        """What the processes have printed until now, the first one's last."""
+        """The output of the processes until now, that of the first one last."""
         paths = [self.run.folder / f"{self.name}.{each.pid}.log" for each in reversed(self.processes)]
         return "".join(path.read_text() for path in paths if path.exists())
 

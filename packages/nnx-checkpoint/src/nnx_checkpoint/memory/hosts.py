@@ -202,10 +202,10 @@ class HostMemory:
             return
         if finished:
             fcntl.lockf(fd, fcntl.LOCK_UN)  # of two that keep a shared lock, none would get it alone
-        if finished and _lock(fd):
-            shutil.rmtree(self.path, ignore_errors=True)
-            with suppress(OSError):  # copies of another run are there
-                self.root.rmdir()
+            if _lock(fd):
+                shutil.rmtree(self.path, ignore_errors=True)
+                with suppress(OSError):  # copies of another run are there
+                    self.root.rmdir()
         os.close(fd)
 
 
