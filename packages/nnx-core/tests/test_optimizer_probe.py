@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from nnx_core.optimizers.failed_backward import FailedBackward
 from nnx_core.optimizers.optimizer_probe import dependence, try_optimizer
 
 ELEMENTWISE = {
@@ -204,3 +207,19 @@ def test_a_trial_of_many_groups_steps_on_few_elements():
     groups = [{"params": parameters((768, 768)), "lr": 1e-3 * index} for index in range(200)]
     assert dependence(Counting(groups)) == "element"
     assert 0 < Counting.elements < 3 * 768 * 768  # that of three of the 200 groups
+
+
+def test_a_step_that_zeroes_gradients_zeroes_none_in_a_trial() -> None:
+    class ZeroesInStep(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            loss = super().step(closure)
+            self.zero_grad()
+            return loss
+
+    parameter = nn.Parameter(torch.ones(4, 4))
+    parameter.grad = torch.ones(4, 4)
+    optimizer = ZeroesInStep([parameter], lr=0.1)
+    FailedBackward().watch(optimizer, optimizer)
+    assert dependence(optimizer) == "element"
+    assert parameter.grad is not None

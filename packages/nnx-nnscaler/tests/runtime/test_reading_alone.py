@@ -30,7 +30,7 @@ def test_what_one_rank_reads_alone_is_refused_by_name(
         assert "head.weight" in seen.error
         assert re.search("rank 1 (waits|came to|is about to) ", seen.error)  # and not: it did not come
         assert "did not come to it within" not in seen.error
-        assert "on every rank, also where only one prints them" in seen.error
+        assert "on every rank, even if only one rank prints them" in seen.error
 
 
 def test_what_zero_holds_whole_one_rank_may_read_alone(pool: WorkerPool) -> None:

@@ -519,7 +519,7 @@ class _Copy:
             if isinstance(new, nn.Parameter):
                 state[new] = {name: _converted(value, parameter, new) for name, value in entries.items()}
         for name, value in vars(optimizer).items():
-            if name == "step":  # a scheduler's or the engine's
+            if name in ("step", "zero_grad"):  # a scheduler's or the engine's, bound to the original
                 continue
             if isinstance(value, dict) and name.endswith("_hooks"):
                 trial.__dict__[name] = type(value)()
