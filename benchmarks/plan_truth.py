@@ -18,42 +18,64 @@ import os
 import subprocess
 import sys
 import warnings
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
-from itertools import repeat
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise, repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import lightning.pytorch as pl
+import torch
 from plan_models import MODELS
 from torch.utils.data import IterableDataset
 
+from nnx_core.lightning.plan_check import PlanCheck
+from nnx_core.planning.measured import Block, CpuMeter, Measured
+
 STRATEGIES = ("ddp", "fsdp_auto", "nnscaler_zero", "colossalai", "nnx_deepspeed_2")
 PHASES = ("forward", "backward", "step")
-_MAKES = {
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_strided",
-    "aten::zeros",
-    "aten::zeros_like",
-    "[memory]",
-}
-
-
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _ONE_HEAP = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": f"{1 << 32}", "MALLOC_TRIM_THRESHOLD_": "-1"}
-_NEVER = 1 << 62
-Stack = tuple[tuple[str, int], ...]
-"""The names and the ends of the operators around a block."""
 
 
-class Block(NamedTuple):
-    """Memory of the allocator, from its start to its end, in nanoseconds."""
+class Meter(CpuMeter):
+    """The meter of `check_plan`, which sees what threads of gloo free.
 
-    start: int
-    end: int
-    nbytes: int
-    is_workspace: bool
-    stack: tuple[str, ...]
+    Args:
+        dump: The phase whose blocks are printed, or "all".
+    """
+
+    def __init__(self, dump: str) -> None:
+        super().__init__()
+        self._dump = dump
+
+    def close(self) -> None:
+        """Fill the heap, so that new blocks take the place of those that ended unseen."""
+        filling = [torch.empty(size, dtype=torch.uint8) for size in (1 << 16, 1 << 12) for _ in range(4000)]
+        del filling
+        super().close()
+
+    def blocks(self) -> tuple[list[Block], dict[str, int]]:
+        """Print the blocks of the phase to dump."""
+        blocks, marks = super().blocks()
+        times = sorted((time, phase) for phase, time in marks.items())
+        for (start, phase), (until, _) in pairwise(times):
+            if self._dump in (phase, "all"):
+                dump_blocks(blocks, start, until)
+        return blocks, marks
+
+
+def dump_blocks(blocks: list[Block], start: int, until: int) -> None:
+    """Print the large blocks that live at the start of a phase, begin in it, or end in it."""
+    for block in blocks:
+        if block.is_workspace or block.nbytes < 20000:
+            continue
+        place = " > ".join(block.stack[-4:])
+        if block.start < start <= block.end:
+            print(f"= {block.nbytes}  {place}")
+        elif start <= block.start < until:
+            print(f"+ {block.nbytes}  {place}")
+        if start <= block.end < until:
+            print(f"- {block.nbytes}  {place}")
 
 
 def measure(names: Sequence[str], strategy: str, world: int, precision: str, dump: str) -> None:
@@ -68,59 +90,32 @@ def measure(names: Sequence[str], strategy: str, world: int, precision: str, dum
 
 
 def _measure(name: str, strategy: str, world: int, precision: str, dump: str) -> dict[str, Any]:
-    import lightning.pytorch as pl
-    import torch
-    from torch.profiler import ProfilerActivity, profile, record_function
-
-    class Marks(pl.Callback):
-        step = 0
-
-        def mark(self, name: str) -> None:
-            with record_function(f"mark:{self.step}:{name}"):
-                pass
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            self.mark("forward")
-
-        def on_fit_start(self, trainer: Any, module: Any) -> None:
-            run = trainer.strategy.backward
-
-            def backward(*args: Any, **kwargs: Any) -> Any:  # a hook would make engines publish gradients
-                self.mark("backward")
-                result = run(*args, **kwargs)
-                self.mark("step")
-                return result
-
-            trainer.strategy.backward = backward
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.mark("end")
-            self.step += 1
-
     torch.manual_seed(0)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        model = MODELS[name]()
-        batch = model.batch()
-        trainer = pl.Trainer(
-            strategy=strategy,
-            accelerator="cpu",
-            devices=world,
-            max_steps=4,
-            precision=precision,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[Marks()],
-            use_distributed_sampler=False,
+    truth: dict[str, Any] = {}
+
+    def keep(measured: Mapping[str, Measured]) -> None:
+        truth.update(
+            {phase: {"tensors": one.tensors, "allocator": one.allocated} for phase, one in measured.items()}
         )
-        trainer.fit(model, torch.utils.data.DataLoader(_Batches(batch), batch_size=None))
-        # Threads of gloo free blocks unseen. To fill the heap shows them: a new block takes their place.
-        filling = [torch.empty(size, dtype=torch.uint8) for size in (1 << 16, 1 << 12) for _ in range(4000)]
-        del filling
-    if trainer.global_rank:
-        return {}
-    return _peaks(*_blocks(profiler.profiler.kineto_results.experimental_event_tree()), dump)
+
+    check = type("Check", (PlanCheck, pl.Callback), {})(Meter(dump), keep)
+    model = MODELS[name]()
+    batch = model.batch()
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=world,
+        max_steps=4,
+        precision=precision,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[check],
+        use_distributed_sampler=False,
+    )
+    trainer.fit(model, torch.utils.data.DataLoader(_Batches(batch), batch_size=None))
+    return {} if trainer.global_rank else truth
 
 
 class _Batches(IterableDataset[Any]):
@@ -131,87 +126,6 @@ class _Batches(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return repeat(self.batch, 5)
-
-
-def _blocks(roots: list[Any]) -> tuple[list[Block], dict[str, int]]:
-    """Return all blocks and the times of the marks."""
-    found: list[tuple[int, int, int, Stack]] = []
-    marks: dict[str, int] = {}
-    waiting: list[tuple[Any, Stack]] = [(root, ()) for root in roots]
-    while waiting:
-        event, stack = waiting.pop()
-        fields = event.extra_fields
-        if hasattr(fields, "alloc_size"):
-            found.append((event.start_time_ns, fields.ptr, fields.alloc_size, stack))
-            continue
-        if event.name.startswith("mark:"):
-            marks[event.name[5:]] = event.start_time_ns
-        inner = (*stack, (event.name, event.end_time_ns))
-        waiting += [(child, inner) for child in event.children]
-    blocks: list[Block] = []
-    live: dict[int, tuple[int, int, Stack]] = {}
-    addresses: list[int] = []  # of the live blocks, sorted
-
-    def end(address: int, time: int, *, seen: bool) -> None:
-        start, nbytes, stack = live.pop(address)
-        addresses.remove(address)
-        last = time if seen else min(time, _end_unseen(start, stack, marks))
-        blocks.append(_block(start, last, nbytes, stack))
-
-    for time, address, nbytes, stack in sorted(found, key=lambda one: one[0]):
-        if nbytes < 0:
-            if address in live:
-                end(address, time, seen=True)
-            continue
-        place = bisect_left(addresses, address)
-        covered = addresses[place : bisect_left(addresses, address + nbytes)]
-        before = addresses[place - 1 : place]
-        for other in covered + [one for one in before if one + live[one][1] > address]:
-            end(other, time, seen=False)
-        insort(addresses, address)
-        live[address] = time, nbytes, stack
-    return blocks + [_block(start, _NEVER, nbytes, stack) for start, nbytes, stack in live.values()], marks
-
-
-def _block(start: int, end: int, nbytes: int, stack: Stack) -> Block:
-    operators = [until for name, until in stack if name.startswith("aten::") and name not in _MAKES]
-    is_workspace = bool(operators) and end <= operators[-1]
-    return Block(start, end, nbytes, is_workspace, tuple(name for name, _ in stack))
-
-
-def _end_unseen(start: int, stack: Stack, marks: dict[str, int]) -> int:
-    """Return when a block ended at the latest, if a thread of gloo freed it: with its collective or phase."""
-    sent = [until for name, until in stack if name.startswith(("c10d::", "gloo:"))]
-    return sent[0] if sent else min((time for time in marks.values() if time > start), default=start)
-
-
-def _peaks(blocks: list[Block], marks: dict[str, int], dump: str) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for phase, until in zip(PHASES, ("backward", "step", "end"), strict=True):
-        start, stop = marks[f"2:{phase}"], marks[f"2:{until}"]
-        of_tensors, of_all, begin = _peak(blocks, start, stop, dump if dump in (phase, "all") else "")
-        result[phase] = {"tensors": of_tensors, "allocator": of_all, "begin": begin}
-    return result
-
-
-def _peak(blocks: list[Block], start: int, until: int, dump: str) -> tuple[int, int, int]:
-    for block in blocks if dump else ():
-        if block.start < start <= block.end and block.nbytes >= 20000:
-            print(f"= {block.nbytes}  {' > '.join(block.stack[-4:])}")
-    changes = [(b.start, b.nbytes, b) for b in blocks] + [(b.end, -b.nbytes, b) for b in blocks]
-    tensors = everything = most = most_of_all = begin = 0
-    for time, nbytes, block in sorted(changes, key=lambda change: change[0]):
-        if time >= until:
-            break
-        if time >= start and not begin:
-            begin = most = most_of_all = tensors
-        everything += nbytes
-        tensors += 0 if block.is_workspace else nbytes
-        if time >= start:
-            most, most_of_all = max(most, tensors), max(most_of_all, everything)
-            if dump and abs(nbytes) >= 20000 and not block.is_workspace:
-                print(f"{nbytes:+d} -> {tensors}  {' > '.join(block.stack[-4:])}")
-    return most, most_of_all, begin
 
 
 def predict(model_name: str, strategy: str, world: int, precision: str) -> dict[str, Any]:
@@ -232,12 +146,7 @@ def run_cells(
 ) -> dict[str, dict[str, Any]]:
     """Run cells of a strategy one after the other in processes of their own, and return the truth of each."""
     command = [sys.executable, __file__, "--measure", ",".join(models), strategy, str(world), precision, dump]
-    one_heap = {
-        "MALLOC_ARENA_MAX": "1",
-        "MALLOC_MMAP_THRESHOLD_": "4294967296",
-        "MALLOC_TRIM_THRESHOLD_": "-1",
-    }
-    variables = os.environ | {"OMP_NUM_THREADS": "1"} | one_heap
+    variables = os.environ | _ONE_THREAD | _ONE_HEAP
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     lines = [line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith("TRUTH ")]
     if dump:

@@ -40,7 +40,7 @@ trainer.fit(task.module())
 def test_ctrl_c_ends_every_process(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    tests = str(Path(__file__).parents[3] / "tests")
+    tests = str(Path(__file__).parent)
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), tests]))
     process = subprocess.Popen(
         [sys.executable, str(script), str(tmp_path)],

@@ -20,6 +20,7 @@ from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -32,6 +33,7 @@ __all__ = [
     "NO_BACKWARD",
     "FakeTensor",
     "FakeTensorMode",
+    "StorageWeakRef",
     "IncompatibleKeys",
     "TorchDispatchMode",
     "all_gather_into",

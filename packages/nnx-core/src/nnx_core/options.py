@@ -116,6 +116,12 @@ class CommonOptions:
         "steps only, without buffers; 0 is never.",
         types=(int,),
     )
+    check_plan: bool = option(
+        False,
+        help="Predict the memory of a rank before a Trainer's fit, as `nnx plan` does, and log it beside the "
+        "memory that the third step takes on rank zero.",
+        types=(bool,),
+    )
     opaque_objects: Literal["error", "pickle"] = option(
         "error",
         help="How to save objects without a JSON form: refuse them, or pickle them. Pickles are loaded only "

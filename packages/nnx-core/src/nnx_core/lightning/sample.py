@@ -91,6 +91,11 @@ class TrainerSample:
         with self._looking_ahead():
             return self._of_batch(self._first_batch())
 
+    def first_batch(self) -> Any:
+        """Return the first batch of the running stage's loader, which starts again afterwards."""
+        with self._looking_ahead():
+            return self._first_batch()
+
     def first_call(self) -> Call:
         """Return the first call of the model in the running stage's step; declared inputs take precedence.
 

@@ -266,7 +266,12 @@ class TrainerAdapter(ParallelProcesses):
         self._repoint(allocate_again(module))
         if fitting:
             refuse_layers(module, shares=self.backend.data_parallel_rank_and_size[1])
-        replaced = self.backend.parallelize(module, TrainerSample(trainer, module))
+        sample = TrainerSample(trainer, module)
+        if fitting and self.common.check_plan:
+            importlib.import_module("nnx_core.lightning.plan_check").attach_check(
+                self, trainer, module, sample
+            )
+        replaced = self.backend.parallelize(module, sample)
         if fitting:
             self._final_states.clear()
             self.setup_optimizers(trainer)

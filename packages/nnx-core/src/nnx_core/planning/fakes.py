@@ -60,7 +60,7 @@ def fake_module(mode: FakeTensorMode, module: nn.Module | Callable[[], nn.Module
             made = module()
     else:
         tensors = (*module.parameters(), *module.buffers())
-        memo: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in tensors}
+        memo: dict[int, Any] = {id(tensor): _fake(mode, tensor) for tensor in tensors}
         trainer = vars(module).get("_trainer")
         if trainer is not None:
             memo[id(trainer)] = None
@@ -69,6 +69,14 @@ def fake_module(mode: FakeTensorMode, module: nn.Module | Callable[[], nn.Module
     if callable(configure):
         configure()
     return made
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """Return a fake tensor on the CPU, also of one on the meta device or on a GPU."""
+    if tensor.device.type == "cpu":
+        return mode.from_tensor(tensor)
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -151,7 +159,12 @@ def scaled_batch(batch: Any, factor: int) -> Any:
 def loss_of(module: nn.Module) -> Callable[[Any], Tensor]:
     """Return the function from a batch to the loss: ``training_step``, or the forward's own loss."""
     step = getattr(module, "training_step", None)
-    return partial(_loss, partial(step, batch_idx=0) if callable(step) else partial(_called, module))
+    return partial(_loss, partial(_stepped, step) if callable(step) else partial(_called, module))
+
+
+def _stepped(step: Callable[..., Any], batch: Any) -> Any:
+    """Call a training_step as Trainer does: with the index of the batch if it takes one."""
+    return step(batch, 0) if len(inspect.signature(step).parameters) > 1 else step(batch)
 
 
 def _called(module: nn.Module, batch: Any) -> Any:

@@ -83,7 +83,7 @@ def formula_trace(step: Step, reason: str) -> Trace:
     for parameter in module.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     described = _described(step, (Event(Kind.PHASE, "backward"),))
-    note = f"the step could not be traced: {reason} Activations are not counted."
+    note = f"the step could not be traced: {reason.removesuffix('.')}. Activations are not counted."
     return replace(described, source="formula", notes=(note,))
 
 
