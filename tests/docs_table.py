@@ -50,6 +50,12 @@ NOT_RUN: list[Entry] = [
         "cd benchmarks",
         "plans a model of benchmarks/; packages/nnx-core/tests/planning plan others",
     ),
+    (
+        "docs/planning.md",
+        "nnx plan plan_models:GPT",
+        "plans a model of benchmarks/; packages/nnx-core/tests/planning plan others",
+    ),
+    ("docs/planning.md", "python benchmarks/plan_truth.py", "takes minutes; the page has its results"),
     ("docs/elastic.md", "python benchmarks/kill_ranks.py", "takes minutes; the page has its results"),
     ("docs/machines.md", "ray start", "starts a cluster that stays; tests start theirs"),
     (
@@ -74,6 +80,14 @@ NOT_COMPARED: list[Entry] = [
     ("docs/machines.md", "CheckpointError:", "an error that tests/nodes/test_nodes.py brings about"),
     ("docs/checkpoint-format.md", "last.ckpt/", "an overview of the files, which the page's reader opens"),
     ("docs/checkpoint-format.md", "{", "the first bytes of a manifest, which the page's reader checks"),
+    ("docs/planning.md", "3,961,728 parameters", "printed for a model of benchmarks/"),
+    (
+        "docs/planning.md",
+        "plan: predicted",
+        "printed for a model of benchmarks/; tests/test_check_plan.py has others",
+    ),
+    ("docs/diff.md", "missing sum: step 0", "the verdict on a planted fault of benchmarks/diff_faults.py"),
+    ("docs/diff.md", "nnx diff train.py", "command lines, which tests/test_diff_runs.py calls"),
     ("docs/guard.md", "              guard(tensor, part)", "a drawing of the states"),
     ("docs/lite.md", "self.save(", "one line of a loop beside one line of a module, both in test_lite_docs"),
 ]

@@ -390,7 +390,9 @@ class StaleWeights(FSDPBackend):
         if "free" in vars(sharding):
             return
         free, run_manual = sharding.free, sharding._run_manual
+        free_gathered = sharding.free_gathered
         sharding.free = lambda root: None if self._keeping else free(root)
+        sharding.free_gathered = lambda: None if self._keeping else free_gathered()
 
         def run_and_keep(*args: Any, **kwargs: Any) -> Any:
             with self._keep():
