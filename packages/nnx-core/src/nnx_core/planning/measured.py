@@ -158,9 +158,8 @@ class CpuMeter(Meter):
         """End the last phase; return all blocks, and the start of each phase in nanoseconds."""
         self._mark("end")
         self.close()
-        return _Ledger(self._held or {}).read(
-            self._profiler.profiler.kineto_results.experimental_event_tree()
-        )
+        stopped: Any = self._profiler.profiler
+        return _Ledger(self._held or {}).read(stopped.kineto_results.experimental_event_tree())
 
     @override
     def close(self) -> None:
