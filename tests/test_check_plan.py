@@ -1,4 +1,4 @@
-"""`check_plan=True` logs the predicted memory beside the measured one (docs/planning.md), and changes no number."""
+"""`check_plan=True` (docs/planning.md) logs predicted beside measured memory, and changes no number."""
 
 from __future__ import annotations
 
