@@ -28,6 +28,7 @@ def _of_replicas(
         description=description,
         use_when=use_when,
         docs_url="docs/backends/slow-links.md",
+        memory=f"nnx_comm.memory:{'DiLoCo' if engine == 'DiLoCo' else 'Weight'}Memory",
         capabilities=_REPLICAS,
         init_params=init_params,
     )
@@ -44,6 +45,7 @@ def nnx_strategies() -> list[StrategySpec]:
             description="Gradients averaged in each step through a codec; without one, the numbers of ddp",
             use_when="links are slow and you would use ddp: give it codec='bf16' or codec='int8'",
             docs_url="docs/backends/slow-links.md",
+            memory="nnx_comm.memory:GradientMemory",
             capabilities=_EQUAL,
         ),
         StrategySpec(
@@ -53,6 +55,7 @@ def nnx_strategies() -> list[StrategySpec]:
             description="Gradients averaged as bytes, a quarter of ddp's, with error feedback",
             use_when="links are slow and the loss must stay near ddp's",
             docs_url="docs/backends/slow-links.md",
+            memory="nnx_comm.memory:GradientMemory",
             capabilities=_NEAR,
             init_params={"algorithm": "bytegrad"},
         ),
@@ -63,6 +66,7 @@ def nnx_strategies() -> list[StrategySpec]:
             description="Gradients averaged as products of thin matrices, by torch's PowerSGD",
             use_when="links are slow, and the model has large matrices",
             docs_url="docs/backends/slow-links.md",
+            memory="nnx_comm.memory:GradientMemory",
             capabilities=replace(_NEAR, multiple_optimizers=False),
         ),
         _of_replicas(

@@ -29,6 +29,7 @@ def nnx_strategies() -> list[StrategySpec]:
             description="elastic data parallelism on torchft: kill any group, the numbers stay",
             use_when="machines fail, join or leave while you train, and the model fits on one device",
             docs_url="docs/elastic.md",
+            memory="nnx_torchft.memory:ElasticMemory",
             capabilities=Capabilities(**_ELASTIC),
         ),
         StrategySpec(
@@ -38,6 +39,7 @@ def nnx_strategies() -> list[StrategySpec]:
             description="elastic groups of several processes, each sharded as by fsdp_auto",
             use_when="machines fail, join or leave while you train, and the model does not fit on one device",
             docs_url="docs/elastic.md",
+            memory="nnx_torchft.memory:ShardedElasticMemory",
             capabilities=replace(CAPABILITIES, **_ELASTIC),
         ),
     ]
