@@ -1,8 +1,7 @@
-"""One group of two processes keeps the promises of a strategy that do not count batches by rank.
+"""One group of two processes keeps the promises of a strategy.
 
-The suite gives each rank batches of its own, and elastic training divides each batch of the loader over the
-ranks. So its checks of samplers, reductions and losses by rank do not apply. `test_sharded.py` compares the
-samples of groups with one process.
+Some checks give each rank batches of its own, and exact elastic training divides the loader's batch over the
+ranks. They run with ``data="drop"``. `test_sharded.py` compares the samples of groups with one process.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from nnx_conformance.runner import select_checks
 
 NOT_OURS = ("batch_size_differs_by_rank", "error_before_first_forward")
 """Checks of batches by rank, and of manual optimization, which is refused."""
+AVERAGES = ("weight_averaging", "ema_weight_averaging", "stochastic_weight_averaging")
+"""Callbacks that are refused in groups of several processes; see docs/elastic.md."""
 
 
 @pytest.fixture(scope="class", autouse=True)
@@ -32,7 +33,7 @@ def lighthouse(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.full
-class TestTorchftHsdp(StrategyConformance):
+class TestExactData(StrategyConformance):
     """The engine within a group."""
 
     strategy = "torchft_hsdp"
@@ -41,4 +42,17 @@ class TestTorchftHsdp(StrategyConformance):
         check.name
         for check in select_checks(("numbers", "models", "stages", "lifecycle"))
         if check.name not in NOT_OURS
+    )
+
+
+@pytest.mark.full
+class TestDataByRank(StrategyConformance):
+    """Lightning's API and user code, with batches by rank."""
+
+    strategy = "torchft_hsdp"
+    options = {"data": "drop"}  # noqa: RUF012
+    only = tuple(
+        check.name
+        for check in select_checks(("lightning_api", "user_patterns"))
+        if check.name not in AVERAGES
     )

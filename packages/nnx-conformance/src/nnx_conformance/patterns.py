@@ -106,12 +106,13 @@ def shared_job() -> Callable[..., Callable[[Module], Module]]:
     """Return a decorator that makes a check of each decorated class; all its patterns share one job.
 
     A check has the class's name in snake case; its promise is the first line of the class's docstring.
-    Keyword arguments of the decorator set fields of the task.
+    Arguments of the decorator are capabilities that the check requires; keyword arguments set fields of the
+    task.
 
     """
     tasks: dict[str, Task] = {}
 
-    def pattern(**changes: Any) -> Callable[[Module], Module]:
+    def pattern(*requires: str, **changes: Any) -> Callable[[Module], Module]:
         def register(module: Module) -> Module:
             name = re.sub(r"(?<!^)(?=[A-Z])", "_", module.__name__).lower()
             tasks[name] = Task(model=module, **{"steps": 4, **changes})
@@ -121,7 +122,9 @@ def shared_job() -> Callable[..., Callable[[Module], Module]]:
                     try_pattern(bench, tasks, name, world_size)
 
             run.__doc__, run.__module__ = module.__doc__, module.__module__
-            check(name=name, kinds=("backend", "strategy"), refusable=True, deadline=240.0)(run)
+            is_manual = issubclass(module, ManualPattern)
+            needed = (*requires, *(["manual_optimization"] if is_manual else []))
+            check(*needed, name=name, kinds=("backend", "strategy"), refusable=True, deadline=240.0)(run)
             return module
 
         return register

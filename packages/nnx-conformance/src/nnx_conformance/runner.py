@@ -106,7 +106,7 @@ class Session:
         except NotApplicable as reason:
             return "skipped", str(reason), ""
         except Refused as refusal:
-            is_declared = check.name in identity.capabilities.refuses
+            is_declared = bool(missing) or check.name in identity.capabilities.refuses
             how = "as declared" if is_declared else "but not declared in `refuses`"
             return "skipped" if is_declared else "failed", f"refused, {how}: {refusal}", ""
         except CheckFailed as failure:

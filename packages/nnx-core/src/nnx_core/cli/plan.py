@@ -31,7 +31,7 @@ class PhasePlan(TypedDict):
     """The peak of one phase of a step, in bytes.
 
     Attributes:
-        name: ``forward``, ``backward`` or ``step``.
+        name: ``forward``, ``backward``, ``step``, ``save`` or ``load``.
         peak: The most bytes on the device at one time.
         end: The bytes on the device at its end.
         host: The most bytes in host memory.

@@ -139,6 +139,23 @@ class Replay:
     def end_step(self) -> None:
         """Called after the optimizer's step."""
 
+    def save_checkpoint(self) -> None:
+        """Copy this rank's state to host memory for `async_save`; a plain save streams tensor by tensor."""
+        if self.options.get("async_save"):
+            copied = self.memory.device["parameters"] + self.memory.device["optimizer"]
+            if self.world.accelerator == "cpu":
+                self.memory.add_briefly("temporary", copied)
+            else:
+                self.memory.add_host(copied)
+                self.memory.add_host(-copied)
+
+    def load_checkpoint(self) -> None:
+        """Fill parameters and optimizer state, tensor by tensor, before the first gradient exists."""
+        for kind in ("gradients", "activations"):
+            self.memory.add(kind, -self.memory.device[kind])
+        sizes = [*map(self.stored, self.trace.parameters.values()), *map(self.stored_state, self.trained)]
+        self.memory.add_briefly("temporary", max(sizes, default=0))
+
     def copy_by_gloo(self, nbytes: int) -> None:
         """Count the copy that gloo makes of a collective's tensor (on CPU)."""
         if self.world.accelerator == "cpu":
@@ -160,6 +177,10 @@ class Replay:
         self.memory.begin("step")
         self.step()
         self.end_step()
+        self.memory.begin("save")
+        self.save_checkpoint()
+        self.memory.begin("load")
+        self.load_checkpoint()
         sources = dict.fromkeys(self.memory.device, self.trace.source) | {"communication": "formula"}
         return Estimate(
             phases=self.memory.end(),

@@ -482,7 +482,7 @@ def climb(parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
     return moved
 
 
-@pattern(steps=3)
+@pattern("repeated_closures", steps=3)
 class SamByClosure(UserPattern):
     """SAM, which evaluates its closure again at moved weights, trains as in one process."""
 
@@ -508,7 +508,7 @@ class SamInManualOptimization(ManualPattern):
         optimizer.step()
 
 
-@pattern(steps=3)
+@pattern("repeated_closures", steps=3)
 class Lbfgs(UserPattern):
     """LBFGS, which treats all parameters as one vector, trains as in one process."""
 
