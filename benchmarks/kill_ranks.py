@@ -241,6 +241,8 @@ def disturb(groups: list[Group], verdict: Verdict, kinds: list[str], chance: ran
             continue
         victim = _victim(groups, training, news, kinds[-1], chance)
         if victim is None:
+            if time.time() > due + 2 and "step" in kinds:
+                kinds.append(kinds.pop(kinds.index("step")))  # the group that is killed heals later
             continue
         verdict.killed.append(time.time())
         victim.kill(chance.randrange(len(victim.processes)))
