@@ -273,11 +273,10 @@ class _Search:
     def nothing_fits(self) -> PlanError:
         """Return the error that no candidate fits."""
         device = self.resources.device_bytes
-        fitting = [one for one in self.candidates if self.memory.device_peak(one) <= device]
+        peaks = [(self.memory.device_peak(one), one) for one in self.candidates]
+        fitting = [one for peak, one in peaks if peak <= device]
         least = (
-            min(fitting, key=self.memory.host_peak)
-            if fitting
-            else min(self.candidates, key=self.memory.device_peak)
+            min(fitting, key=self.memory.host_peak) if fitting else min(peaks, key=lambda each: each[0])[1]
         )
         costs = self.memory.memory(least)
         if self.constraints.given:

@@ -167,7 +167,9 @@ def _row(name: str, model: Model, world: World) -> Row:
         return Row(strategy=name, status="not installed", cure=known()[name].install)
     try:
         estimate = model.estimate(name, world)
-        larger = None if estimate is None else model.estimate(name, world, factor=2)
+        fits = estimate is None or world.memory is None or estimate.peak <= world.memory
+        has_smaller_batch = model.trace().batch_size > 1
+        larger = model.estimate(name, world, factor=2) if fits or has_smaller_batch else estimate
     except OptionError:
         raise
     except NnxError as error:  # such as a planner that finds no plan
