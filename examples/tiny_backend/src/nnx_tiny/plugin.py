@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from nnx_core import Capabilities, StrategySpec, hookimpl
 
-__all__ = ["nnx_strategies"]
-
 _PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
 _REFUSES = ("loss_backward_called_directly", "gradient_surgery", "pipeline_split_backward", "lbfgs")
 
@@ -21,6 +19,7 @@ def nnx_strategies() -> list[StrategySpec]:
             use_when="you want to see how small a backend can be",
             capabilities=Capabilities(precisions=_PRECISIONS, refuses=_REFUSES),
             options="nnx_tiny.options:TinyOptions",
+            memory="nnx_core.planning.replay:Replay",
         ),
         StrategySpec(
             "tiny_lightning",
