@@ -33,6 +33,10 @@ _JOB_KEYS = ("working_dir", "py_modules")
 """Keys of a runtime environment that Ray accepts only in `ray.init`."""
 
 
+_FORWARDED = ("NNX_", "PL_", "TORCHFT_")
+"""Prefixes of the environment variables that processes get from the script."""
+
+
 class Resources:
     """The resources that each process of a run reserves.
 
@@ -173,7 +177,7 @@ class WorkerGroup:
             run: A name of the run, the same for all attempts.
         """
         port = ray.get(self.workers[0].free_port.remote(), timeout=self.options.start_timeout)
-        common = {name: text for name, text in os.environ.items() if name.startswith(("NNX_", "PL_"))}
+        common = {name: text for name, text in os.environ.items() if name.startswith(_FORWARDED)}
         address, found = self.infos[0].address, []
         for rank in range(len(self.workers)):
             mine = variables(
