@@ -241,8 +241,8 @@ def disturb(groups: list[Group], verdict: Verdict, kinds: list[str], chance: ran
             continue
         victim = _victim(groups, training, news, kinds[-1], chance)
         if victim is None:
-            if time.time() > due + 2 and "step" in kinds:
-                kinds.append(kinds.pop(kinds.index("step")))  # the group that is killed heals later
+            if time.time() > due + 2:  # no group heals, or saves: kill one, which heals later
+                kinds.append(kinds.pop(kinds.index("step")) if "step" in kinds else "step")
             continue
         verdict.killed.append(time.time())
         victim.kill(chance.randrange(len(victim.processes)))
