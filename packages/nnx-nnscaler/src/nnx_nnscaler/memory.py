@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from typing_extensions import override
 
 from nnx_core.planning.estimate import World
+from nnx_core.planning.fakes import repeated_layers
 from nnx_core.planning.plain import DDPMemory
 from nnx_core.planning.replay import Replay
 from nnx_core.planning.trace import Parameter, Trace
@@ -172,7 +174,7 @@ class SplitMemory(Replay):
         super().__init__(trace, world, options)
         self.notes.append("formula: an equal share of each weight; the plan of a run may split fewer")
 
-    @property
+    @cached_property
     def _ranks(self) -> int:
         return max(self.world.size // self.world.nodes, 1)
 
@@ -199,9 +201,9 @@ class StageMemory(SplitMemory):
 
     shares_activations = True
 
-    @property
+    @cached_property
     def _ranks(self) -> int:
-        return self.world.size
+        return min(self.world.size, max(len(repeated_layers(self.trace.module)), 1))
 
 
 def _limit(options: Mapping[str, Any]) -> int:

@@ -277,6 +277,12 @@ class MemoryModel:
         ]
         self._first = [[j for j, use in enumerate(self.uses) if use[0] == at] for at in places]
         self._last = [[j for j, use in enumerate(self.uses) if use[1] == at] for at in places]
+        self._activations = sum(group.activation_bytes for group in spec.groups)
+
+    def least_device_peak(self, tiers: Sequence[Tier]) -> int:
+        """Return a lower bound of `device_peak`, quickly: the lasting bytes and all activations."""
+        lasting = sum(one.device for one in self._prints(tiers))
+        return lasting + self.spec.other_device_bytes + self._activations
 
     def device_peak(self, tiers: Sequence[Tier]) -> int:
         """Return the peak of device memory."""
@@ -287,9 +293,11 @@ class MemoryModel:
     def fits(self, tiers: Sequence[Tier], resources: RankResources) -> bool:
         """Return True if both peaks are within their budgets."""
         prints = self._prints(tiers)
-        # The optimizer step has all lasting bytes and gradients: a cheap test that refuses most placements.
+        # The optimizer step has all lasting bytes and gradients: cheap tests that refuse most placements.
         stays = sum(one.weights + one.masters + one.optimizer + one.gradients for one in prints)
         if stays + self.spec.other_device_bytes > resources.device_bytes:
+            return False
+        if self.least_device_peak(tiers) > resources.device_bytes:
             return False
         return (
             self.host_peak(tiers) <= resources.host_bytes

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from nnx_core.names.registry import StrategyRegistry
 from nnx_core.planning.estimate import World
-from nnx_core.planning.fakes import repeated_classes
+from nnx_core.planning.fakes import repeated_layers
 from nnx_core.planning.model import Model
 from nnx_core.planning.table import Row
 
@@ -49,7 +49,8 @@ class Advisor:
         return f"batch {row.largest_batch} a device, with accumulate_grad_batches={steps}"
 
     def _recompute(self, row: Row) -> str:
-        classes = repeated_classes(self._model.trace().module)
+        layers = repeated_layers(self._model.trace().module)
+        classes = tuple(dict.fromkeys(type(layer).__name__ for layer in layers))
         if not classes or self._world.memory is None:
             return ""
         estimate = self._model.estimate(row.strategy, self._world, recompute=classes)

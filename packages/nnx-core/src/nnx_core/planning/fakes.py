@@ -33,7 +33,7 @@ __all__ = [
     "loss_of",
     "optimizers_of",
     "recomputing",
-    "repeated_classes",
+    "repeated_layers",
     "scaled_batch",
     "unpacked_sequences",
 ]
@@ -252,9 +252,9 @@ def unpacked_sequences() -> Iterator[None]:
         yield
 
 
-def repeated_classes(module: nn.Module) -> tuple[str, ...]:
-    """Return the classes of the outermost layers that stand beside others of their class in a container."""
-    found: dict[str, None] = {}
+def repeated_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the outermost layers that stand beside others of their class in a container."""
+    found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for container in module.modules():
         if container in inside or not isinstance(container, (nn.ModuleList, nn.Sequential)):
@@ -263,9 +263,9 @@ def repeated_classes(module: nn.Module) -> tuple[str, ...]:
         for layer in children:
             same = sum(type(other) is type(layer) for other in children)
             if same > 1 and next(layer.parameters(), None) is not None:
-                found[type(layer).__name__] = None
+                found.append(layer)
                 inside.update(layer.modules())
-    return tuple(found)
+    return found
 
 
 def batch_maker(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[[nn.Module], Any]:
