@@ -16,7 +16,7 @@ PAGE = from_repository(__file__, "docs/command-line.md")
 COMMANDS = re.findall(r"```console\n\$ nnx (.*?)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 OURS = {"nnx-fsdp", "nnx-nnscaler", "nnx-colossalai", "nnx-deepspeed", "nnx-ray", "nnx-tiny"}
 """The distributions that are installed on the page's machine."""
-ABSENT = ("nnx-comm", "nnx-fairscale", "nnx-torchft")
+ABSENT = ("nnx-comm", "nnx-fairscale", "nnx-hivemind", "nnx-torchft")
 """The distributions of this repository that the page's machine lacks."""
 
 

@@ -1,7 +1,7 @@
 """The names of hivemind that this package uses; the only module that imports hivemind.
 
 Checked with hivemind 1.1.12. It repairs three habits: threads of an `Optimizer` that could not be made keep
-the process alive; averagers ignore SIGINT in the process that starts them; a killed peer leaves its processes.
+the process alive; averagers ignore SIGINT in the process that starts them; a killed peer leaves processes.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from nnx_base.shard import shard_of
 from nnx_checkpoint.reading.naming import StoredName
 from nnx_checkpoint.reading.state import ModelState, OptimizerState
 from nnx_core.backend import Backend, ParallelContext, Sample
-from nnx_core.errors import UnsupportedError
+from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.lightning.beginning import size_of_batch
+from nnx_core.machine.notes import leave_note
 from nnx_core.optimizers.gradients import refuse_sparse_layers
 from nnx_core.view.modules import move_to
 from nnx_hivemind._hivemind_compat import at_exit
@@ -49,9 +50,15 @@ class HivemindBackend(Backend[HivemindOptions]):
 
         Raises:
             UnsupportedError: There are several processes, or the precision is not supported.
-            OptionError: An address cannot be read.
+            OptionError: There is no target_batch_size, or an address cannot be read.
             RankLostError: No peer answers.
         """
+        if not self.options.target_batch_size:
+            raise OptionError(
+                "hivemind needs target_batch_size, the samples of all peers after which all peers step.",
+                remedy="Pass the global batch with which one process trains well: "
+                "nnx.strategy('hivemind', target_batch_size=256).",
+            )
         if context.world_size > 1:
             raise UnsupportedError(
                 f"a peer of hivemind has one device, and this run has {context.world_size}.",
@@ -67,12 +74,22 @@ class HivemindBackend(Backend[HivemindOptions]):
         self._samples = 0
         self.peer = Peer(self.options)
         self.data_order = self.peer.order
+        self._remove_note = leave_note(self._joining)
         at_exit(self.teardown)  # Fabric has no end of a run
 
     @property
     def _in_swarm(self) -> Peer:
         assert self.peer is not None
         return self.peer
+
+    @property
+    def _joining(self) -> str:
+        peer = self._in_swarm
+        return (
+            f"peer {peer.order} of run {self.options.run_id!r}, which steps after "
+            f"{self.options.target_batch_size} samples of all peers; another peer joins with "
+            f"{PEERS}={peer.address}"
+        )
 
     @property
     def epoch(self) -> int:
@@ -110,8 +127,8 @@ class HivemindBackend(Backend[HivemindOptions]):
         if trainer is not None and trainer.lr_scheduler_configs:
             raise UnsupportedError(
                 "a scheduler of configure_optimizers counts the batches of this peer, and peers differ.",
-                remedy="Return the optimizer alone, and pass scheduler_fn, a function that makes the scheduler of "
-                "an optimizer: it counts the steps of the swarm.",
+                remedy="Return the optimizer alone, and pass a function that makes the scheduler as "
+                "scheduler_fn: it counts the steps of the swarm.",
             )
 
     def exchange_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -134,6 +151,7 @@ class HivemindBackend(Backend[HivemindOptions]):
             self._optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         self._optimizer = self._zero_grad = None
         if peer is not None:
+            self._remove_note()
             peer.close()
 
     # A step
@@ -195,13 +213,8 @@ class HivemindBackend(Backend[HivemindOptions]):
         }
 
     def summary(self, module: nn.Module) -> str:
-        """Return the line with which another peer joins."""
-        peer = self._in_swarm
-        return (
-            f"peer {peer.order} of run {self.options.run_id!r}, which steps after "
-            f"{self.options.target_batch_size} samples of all peers; another peer joins with "
-            f"{PEERS}={peer.address}"
-        )
+        """Return the place of this peer, and the line with which another one joins."""
+        return self._joining
 
     # State
 

@@ -105,13 +105,8 @@ class HivemindOptions:
         check_options(self)
         for item in fields(self):
             value, types = getattr(self, item.name), item.metadata["types"]
-            if value is not None and int in types and value <= 0:
-                raise OptionError(
-                    f"{item.name}={value!r} is not positive.",
-                    remedy="Pass the global batch with which one process trains well, such as 256."
-                    if item.name == "target_batch_size"
-                    else "Pass, say, 8.",
-                )
+            if value is not None and int in types and value <= 0 and value is not item.default:
+                raise OptionError(f"{item.name}={value!r} is not positive.", remedy="Pass, say, 8.")
         if not self.run_id or "." in self.run_id:
             raise OptionError(
                 f"run_id={self.run_id!r} is no name of a run.", remedy="Pass a name without a dot."

@@ -137,12 +137,15 @@ class Peer:
     def _publish(self, *, ends: bool = False) -> None:
         """Publish or withdraw the record of this peer; it has to be repeated within its time."""
         self._published = get_dht_time()
-        self._dht.store(
+        stored = self._dht.store(
             _RECORDS,
             subkey=str(self._dht.peer_id),
             value=None if ends else self._record,
             expiration_time=self._published + _SECONDS_OF_RECORD,
+            return_future=True,
         )
+        with suppress(TimeoutError):  # some of the nodes that should store it may be gone
+            stored.result(timeout=1.0 if ends else 10.0)
 
     # Joining
 
@@ -178,7 +181,7 @@ class Peer:
                 )
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise OptionError(
-                f"hivemind refuses an option, with {type(optimizer).__name__}: {type(error).__name__} {error}.",
+                f"hivemind refuses an option for {type(optimizer).__name__}: {type(error).__name__} {error}.",
                 remedy="Correct averager_opts or optimizer_kwargs.",
             ) from error
         if self._epoch:
