@@ -173,6 +173,14 @@ def test_a_scheduler_counts_steps_of_the_swarm_and_frozen_weights_stay(peer: Cal
     assert torch.equal(loop.model[0].weight, before)
 
 
+def test_a_value_written_where_a_copy_steps_is_refused(peer: Callable[..., Loop]) -> None:
+    loop = peer(offload_optimizer=True)
+    loop.train(1)
+    loop.optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(UnsupportedError, match="a value of a param group was written"):
+        loop.train(1)
+
+
 def test_an_error_of_the_optimizer_reaches_the_caller(peer: Callable[..., Loop]) -> None:
     class Fails(torch.optim.SGD):
         broken = False

@@ -13,7 +13,8 @@ pytest.importorskip("nnx_hivemind._hivemind_compat", reason="hivemind is not ins
 
 from swarms import LOOPBACK, Process
 
-from jobs.peer import alone
+from jobs.peer import alone, go_on
+from nnx_conformance.pool import WorkerPool
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(2400)]
 STEPS, SEEDS, WITHIN = 12, (1, 2, 3), 0.02
@@ -70,6 +71,25 @@ def test_a_swarm_of_which_one_dies_and_one_joins_comes_near_one_process(start: S
     for process in (first, second):
         assert process.code() == 0
         ends_alone(process)
+
+
+def test_a_checkpoint_of_a_swarm_goes_on_under_other_strategies_and_in_a_swarm(
+    start: Start, pool: WorkerPool, tmp_path: Path
+) -> None:
+    first, second = start("first", "second")
+    run: dict[str, Any] = {"seed": 1, "steps": 3, "pause": 0.5}
+    options, path = {**LOOPBACK, "run_id": "saves"}, str(tmp_path / "swarm.ckpt")
+    first.fit(options=options, save=path, **run)
+    second.fit(options={**options, "initial_peers": [first.address()]}, **run)
+    loss = first.end()
+    second.end()
+    for strategy in ("ddp", "fsdp_auto"):
+        for before, after, steps in pool.run(go_on, path, strategy, world_size=2):
+            assert (before, steps) == (pytest.approx(loss, rel=1e-5), 2), strategy
+            assert after < before, strategy
+    first.fit(options={**options, "run_id": "resumes"}, resume=path, **{**run, "steps": 5})
+    assert first.end() < loss
+    assert min(each["hivemind/epoch"] for each in first.facts() if "loss" in each) >= 3
 
 
 def test_peers_that_do_not_fit_are_refused_within_seconds_and_leave_nothing(start: Start) -> None:

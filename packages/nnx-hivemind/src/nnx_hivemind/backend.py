@@ -226,17 +226,18 @@ class HivemindBackend(Backend[HivemindOptions]):
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
         """Return handles on the optimizer's state, with the step of the swarm."""
-        if self.peer is None:
-            return super().optimizer_state(module, optimizer)
-        self.peer.settle()
+        if self.peer is not None:
+            self.peer.settle()
         state = super().optimizer_state(module, optimizer)
-        state["state"][_STATE] = {"epoch": shard_of(torch.tensor(self.epoch))}
+        if self.peer is not None and self.peer.epoch:
+            state["state"][_STATE] = {"epoch": shard_of(torch.tensor(self.peer.epoch))}
         return state
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
         """Restore the optimizer, and join the swarm again with it."""
         peer = self._in_swarm
         peer.leave()
+        peer.epoch = 0
         super().load_optimizer_state(module, optimizer, saved)
         epoch = saved["state"].get(_STATE, {}).get("epoch", torch.tensor(0))
         value = epoch.stored.read(epoch.key) if isinstance(epoch, StoredName) else epoch

@@ -158,6 +158,7 @@ class Peer:
         options = self._options
         initialize(optimizer)
         self._own = self._inner = optimizer
+        self._shown = _settings(optimizer)
         opts = {"request_timeout": min(3.0, options.matchmaking_time / 3), **(options.averager_opts or {})}
         names = (
             *("target_batch_size", "run_id", "matchmaking_time", "averaging_timeout", "reuse_grad_buffers"),
@@ -231,6 +232,11 @@ class Peer:
         """Add this peer's gradients to the swarm's; the swarm steps once it has enough samples."""
         hive, before = self.hive, self.epoch
         assert hive is not None
+        if self._inner is not self._own and self._shown != _settings(self._own):
+            raise UnsupportedError(
+                "a value of a param group was written, and under offload_optimizer=True a copy steps.",
+                remedy="Pass scheduler_fn to change the learning rate, or leave offload_optimizer out.",
+            )
         self._is_stepping = True
         try:
             hive.step(batch_size=samples)
@@ -296,6 +302,7 @@ class Peer:
                 own.update({name: value for name, value in inner.items() if name != "params"})
                 for parameter, host in zip(own["params"], inner["params"], strict=True):
                     self._own.state[parameter] = self._inner.state.get(host, {})
+            self._shown = _settings(self._own)
 
     # Leaving
 
@@ -321,12 +328,14 @@ def _start_node(options: HivemindOptions) -> Any:
             return DHT(
                 start=True, initial_peers=peers or None, host_maddrs=listen, **dict(options.dht_kwargs)
             )
-    except (TypeError, ValueError) as error:
-        raise OptionError(
-            f"hivemind refuses initial_peers={peers}, host_maddrs={listen} or dht_kwargs: {error}.",
-            remedy="Pass addresses as a peer logs them at its beginning: /ip4/10.0.0.1/tcp/4000/p2p/12D3...",
-        ) from error
     except Exception as error:
+        if isinstance(error, (TypeError, ValueError)) or "multiaddr" in str(
+            error
+        ):  # of p2pd, which parses it
+            raise OptionError(
+                f"hivemind refuses initial_peers={peers}, host_maddrs={listen} or dht_kwargs: {error}.",
+                remedy="Pass addresses as a peer logs them: /ip4/10.0.0.1/tcp/4000/p2p/12D3...",
+            ) from error
         raise RankLostError(
             f"no peer of initial_peers={peers} answers: {type(error).__name__}: {error}.",
             remedy="Check that one of them runs and can be reached; each start of a peer has a new address.",
@@ -336,6 +345,13 @@ def _start_node(options: HivemindOptions) -> Any:
 def _parameters(groups: Any) -> Iterator[Any]:
     for group in groups:
         yield from group["params"]
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the values of param groups, without parameters."""
+    return [
+        {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
 
 
 @torch.no_grad()

@@ -121,6 +121,27 @@ def alone(seed: int, *, steps: int, batch: int) -> float:
     return module.loss()
 
 
+class TwoSteps(Callback):
+    """Records the loss of the restored weights, and stops after two steps."""
+
+    def on_train_start(self, trainer: Trainer, module: Model) -> None:
+        self.loss, self.began = module.loss(), trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step >= self.began + 2
+
+
+def go_on(path: str, strategy: str) -> tuple[float, float, int]:
+    """Resume a checkpoint for two steps under another strategy; return both losses, and the steps."""
+    seed_everything(1, verbose=False)
+    module, steps = Model(), TwoSteps()
+    plugins = [nnx.CheckpointIO()] if strategy == "ddp" else None
+    settings = {**QUIET, "devices": 2, "plugins": plugins}
+    trainer = Trainer(strategy=strategy, callbacks=[steps], **settings)
+    trainer.fit(module, DataLoader(data(), batch_size=96, shuffle=True), ckpt_path=path)
+    return steps.loss, module.loss(), trainer.global_step - steps.began
+
+
 if __name__ == "__main__":
     say(imported=True)
     for line in sys.stdin:
