@@ -46,6 +46,7 @@ class Peer:
         hive: Hivemind's optimizer; None outside of `join` and `leave`.
         clip: A function that clips the swarm's gradients before its step; None without one.
         averaged_with: The number of peers in the last average of gradients, this one included.
+        is_stepping: True while hivemind may step the user's optimizer, in a thread of its own.
 
     Args:
         options: The options of the strategy.
@@ -61,7 +62,7 @@ class Peer:
         self.clip: Callable[[list[Tensor]], object] | None = None
         self.averaged_with = 1
         self._epoch = 0
-        self._is_stepping = False
+        self.is_stepping = False
         self._error: BaseException | None = None
         show_events(options.verbose)
         self._dht = _start_node(options)
@@ -237,11 +238,11 @@ class Peer:
                 "a value of a param group was written, and under offload_optimizer=True a copy steps.",
                 remedy="Pass scheduler_fn to change the learning rate, or leave offload_optimizer out.",
             )
-        self._is_stepping = True
+        self.is_stepping = True
         try:
             hive.step(batch_size=samples)
         finally:
-            self._is_stepping = False
+            self.is_stepping = False
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -249,11 +250,6 @@ class Peer:
             self._note_average(hive)
         if get_dht_time() > self._published + _SECONDS_OF_RECORD / 2:
             self._publish()
-
-    @property
-    def is_stepping(self) -> bool:
-        """True while hivemind may step the user's optimizer, in a thread of its own."""
-        return self._is_stepping
 
     def run_inner(self, step: Callable[[], Any]) -> Any:
         """Step on the swarm's gradients; `step` raises an error of it, which hivemind only logs."""
@@ -325,13 +321,9 @@ def _start_node(options: HivemindOptions) -> Any:
     listen, peers = list(options.host_maddrs or _LISTEN), options.peers
     try:
         with starting():
-            return DHT(
-                start=True, initial_peers=peers or None, host_maddrs=listen, **dict(options.dht_kwargs)
-            )
+            return DHT(start=True, initial_peers=peers or None, host_maddrs=listen, **options.dht_kwargs)
     except Exception as error:
-        if isinstance(error, (TypeError, ValueError)) or "multiaddr" in str(
-            error
-        ):  # of p2pd, which parses it
+        if isinstance(error, (TypeError, ValueError)) or "multiaddr" in str(error):  # p2pd parses them
             raise OptionError(
                 f"hivemind refuses initial_peers={peers}, host_maddrs={listen} or dht_kwargs: {error}.",
                 remedy="Pass addresses as a peer logs them: /ip4/10.0.0.1/tcp/4000/p2p/12D3...",
