@@ -25,9 +25,15 @@ from nnx_hivemind.backend import HivemindBackend
 from nnx_hivemind.options import REFUSED
 from nnx_hivemind.peer import initialize
 
-pytestmark = pytest.mark.full  # each starts and ends processes
+starts_processes = pytest.mark.full
 BATCH = 8
-OPTIONS: dict[str, Any] = {"target_batch_size": BATCH, "host_maddrs": ["/ip4/127.0.0.1/tcp/0"]}
+SELDOM = {"min_refresh_period": 600.0, "default_refresh_period": 600.0, "max_refresh_period": 900.0}
+OPTIONS: dict[str, Any] = {
+    "target_batch_size": BATCH,
+    "host_maddrs": ["/ip4/127.0.0.1/tcp/0"],
+    # hivemind estimates when the swarm has its samples, and a busy machine would step on too few
+    "optimizer_kwargs": {"tracker_opts": SELDOM},
+}
 DELAYED = {"offload_optimizer": True, "delay_optimizer_step": True, "delay_state_averaging": True}
 
 
@@ -125,6 +131,7 @@ HISTORICAL: dict[str, tuple[dict[str, Any], Callable[[Any], Any], Any]] = {
 }
 
 
+@starts_processes
 @pytest.mark.parametrize("name", HISTORICAL)
 def test_each_historical_argument_reaches_hivemind(peer: Callable[..., Loop], name: str) -> None:
     options, read, value = HISTORICAL[name]
@@ -134,6 +141,7 @@ def test_each_historical_argument_reaches_hivemind(peer: Callable[..., Loop], na
     assert read(loop.backend.peer.hive) == value
 
 
+@starts_processes
 def test_batch_size_counts_the_samples_of_a_step_and_host_maddrs_is_where_it_listens(
     peer: Callable[..., Loop],
 ) -> None:
@@ -145,6 +153,7 @@ def test_batch_size_counts_the_samples_of_a_step_and_host_maddrs_is_where_it_lis
     assert f"PL_INITIAL_PEERS={loop.backend.peer.address}" in loop.backend.summary(loop.model)
 
 
+@starts_processes
 @pytest.mark.parametrize(
     "options",
     [
@@ -164,6 +173,7 @@ def test_a_peer_alone_has_the_numbers_of_one_process(
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@starts_processes
 def test_a_scheduler_counts_steps_of_the_swarm_and_frozen_weights_stay(peer: Callable[..., Loop]) -> None:
     loop = peer(target_batch_size=2 * BATCH, scheduler_fn=gamma)
     loop.model[0].requires_grad_(False)
@@ -173,6 +183,7 @@ def test_a_scheduler_counts_steps_of_the_swarm_and_frozen_weights_stay(peer: Cal
     assert torch.equal(loop.model[0].weight, before)
 
 
+@starts_processes
 def test_a_value_written_where_a_copy_steps_is_refused(peer: Callable[..., Loop]) -> None:
     loop = peer(offload_optimizer=True)
     loop.train(1)
@@ -181,6 +192,7 @@ def test_a_value_written_where_a_copy_steps_is_refused(peer: Callable[..., Loop]
         loop.train(1)
 
 
+@starts_processes
 def test_an_error_of_the_optimizer_reaches_the_caller(peer: Callable[..., Loop]) -> None:
     class Fails(torch.optim.SGD):
         broken = False
@@ -227,6 +239,7 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
         HivemindOptions(**{**OPTIONS, **options})
 
 
+@starts_processes
 def test_a_run_that_hivemind_cannot_train_is_refused(peer: Callable[..., Loop]) -> None:
     cpu = torch.device("cpu")
     with pytest.raises(UnsupportedError, match="a peer of hivemind has one device, and this run has 2"):
@@ -265,6 +278,43 @@ finally:
 """
 
 
+FABRIC = """
+import sys, torch
+from lightning.fabric import Fabric
+import nnx
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+strategy = nnx.strategy(
+    "hivemind", namespace="lightning.fabric", target_batch_size=8, host_maddrs=["/ip4/127.0.0.1/tcp/0"]
+)
+fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+fabric.launch()
+model, optimizer = fabric.setup(model, optimizer)
+state = {"model": model, "optimizer": optimizer}
+if len(sys.argv) > 2:
+    fabric.load(sys.argv[1], state)
+for _ in range(3):
+    optimizer.zero_grad()
+    fabric.backward((model(torch.ones(8, 2)) - 1).square().mean())
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    optimizer.step()
+fabric.save(sys.argv[1], state)
+print("steps of the swarm:", strategy.backend.epoch)
+"""
+
+
+@starts_processes
+def test_fabric_trains_saves_and_resumes_and_its_process_ends(tmp_path: Path) -> None:
+    script = tmp_path / "fabric_script.py"
+    script.write_text(FABRIC)
+    for steps, resumes in ((3, []), (6, ["resume"])):
+        command = [sys.executable, str(script), str(tmp_path / "fabric.ckpt"), *resumes]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+        assert ended.returncode == 0, ended.stderr
+        assert f"steps of the swarm: {steps}" in ended.stdout
+
+
+@starts_processes
 @pytest.mark.parametrize(
     ("more", "code", "says"),
     [
@@ -299,6 +349,7 @@ def test_a_process_ends_within_seconds_and_leaves_nothing(
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@starts_processes
 def test_ctrl_c_still_works_while_a_peer_trains(peer: Callable[..., Loop]) -> None:
     handler = signal.getsignal(signal.SIGINT)
     peer().train(1)

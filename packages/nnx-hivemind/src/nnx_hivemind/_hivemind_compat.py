@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, cast
+from weakref import WeakMethod
 
 from nnx_core.errors import PackageNotInstalledError
 
@@ -84,8 +85,15 @@ def starting() -> Iterator[None]:
 
 
 def at_exit(close: Callable[[], None]) -> None:
-    """Call a function before Python waits for threads at its end; `atexit` would be too late."""
-    cast(Any, threading)._register_atexit(close)
+    """Call a method of a living object before Python waits for threads at its end, sooner than `atexit`."""
+    method = WeakMethod(close)
+
+    def call() -> None:
+        living = method()
+        if living is not None:
+            living()
+
+    cast(Any, threading)._register_atexit(call)
 
 
 class SwarmOptimizer(hivemind.Optimizer):  # type: ignore[misc] # hivemind has no types
