@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,8 +32,14 @@ def test_the_page_names_every_verb_and_shows_those_about_names() -> None:
 
 @pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[command for command, _ in COMMANDS])
 def test_every_screen_is_what_the_command_prints(
-    command: str, shown: str, site: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str,
+    shown: str,
+    site: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # without notes of running peers
     for distribution in ABSENT:
         site.hide(distribution)
     installed = {plugin.distribution for plugin in inventory().plugins}

@@ -124,7 +124,7 @@ class HivemindBackend(Backend[HivemindOptions]):
 
     def _refuse_schedulers(self, module: nn.Module) -> None:
         trainer = getattr(module, "_trainer", None)
-        if trainer is not None and trainer.lr_scheduler_configs:
+        if trainer is not None and trainer.lr_scheduler_configs and module.automatic_optimization:
             raise UnsupportedError(
                 "a scheduler of configure_optimizers counts the batches of this peer, and peers differ.",
                 remedy="Return the optimizer alone, and pass a function that makes the scheduler as "
