@@ -23,7 +23,7 @@ class TestHivemind(StrategyConformance):
     one_rank = True
     only = (
         *("converges", "losses_float32", "adamw", "sgd_momentum", "parameter_groups", "clip_by_norm"),
-        *("manual_optimization", "manual_clipping", "accumulation", "frozen_parameters", "losses_resume"),
+        *("manual_optimization", "manual_clipping", "accumulation", "frozen_parameters"),
         *("fabric_loop", "fabric_checkpoint", "no_leftover_threads", "no_leftover_files"),
         *("no_leftover_process_groups", "signal_handlers_restored", "strategy_can_be_pickled"),
         *("spec_has_description", "options_documented", "options_match_engine", "spec_is_plain_data"),
