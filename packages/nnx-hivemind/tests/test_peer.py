@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("nnx_hivemind._hivemind_compat", reason="hivemind is not installed")
 
+import nnx_core
 from nnx_core.backend import ParallelContext
 from nnx_core.errors import OptionError, PluginError, UnsupportedError
 from nnx_core.lightning.routing import route_optimizer_steps
@@ -181,6 +182,26 @@ def test_a_scheduler_counts_steps_of_the_swarm_and_frozen_weights_stay(peer: Cal
     loop.train(2, accumulate=2)
     assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.25)
     assert torch.equal(loop.model[0].weight, before)
+    assert loop.model[0].weight.grad is None
+
+
+@starts_processes
+def test_a_peer_that_joins_takes_over_weights_state_step_and_learning_rate(peer: Callable[..., Loop]) -> None:
+    first = peer(scheduler_fn=gamma)
+    weights = first.train(3)
+    assert first.backend is not None and first.backend.peer is not None
+    second = peer(scheduler_fn=gamma, initial_peers=first.backend.peer.address)
+    assert second.backend is not None
+    assert (first.backend.data_order, second.backend.data_order) == (0, 1)
+    nn.init.zeros_(second.model[0].weight)
+    second.backend.run_step(second.model, second.loss, torch.ones(1, 8))
+    assert second.backend.epoch == 3
+    for ours, theirs in zip(second.model.parameters(), weights, strict=True):
+        assert torch.equal(ours, theirs)
+    for ours, theirs in zip(second.optimizer.state.values(), first.optimizer.state.values(), strict=True):
+        assert ours["step"] == theirs["step"] == 3
+        assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
+    assert second.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
 
 
 @starts_processes
@@ -354,6 +375,14 @@ def test_ctrl_c_still_works_while_a_peer_trains(peer: Callable[..., Loop]) -> No
     handler = signal.getsignal(signal.SIGINT)
     peer().train(1)
     assert signal.getsignal(signal.SIGINT) is handler is not signal.SIG_IGN
+
+
+def test_each_peer_has_samplers_of_its_own_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "5")
+    strategy = nnx_core.strategy("hivemind", **OPTIONS)
+    assert "seed" not in strategy.distributed_sampler_kwargs  # the first peer reads as one process does
+    strategy.backend.data_order = 2
+    assert strategy.distributed_sampler_kwargs["seed"] == 7
 
 
 def test_without_hivemind_one_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

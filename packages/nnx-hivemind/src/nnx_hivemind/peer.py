@@ -243,6 +243,9 @@ class Peer:
             hive.step(batch_size=samples)
         finally:
             self.is_stepping = False
+            for parameter in _parameters(self._own.param_groups):
+                if not parameter.requires_grad:
+                    parameter.grad = None  # hivemind makes one of zeros
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -268,7 +271,7 @@ class Peer:
         if self._inner is self._own and self.hive.grad_averager is not None:
             with self.hive.grad_averager.get_tensors() as means:  # a peer alone may have its last batch's
                 for parameter, mean in zip(inner, means, strict=True):
-                    parameter.grad.copy_(mean)
+                    parameter.grad = mean.to(parameter.device, copy=True)
         pairs = zip(_parameters(self._own.param_groups), inner, strict=True)
         frozen = [(parameter, parameter.grad) for own, parameter in pairs if not own.requires_grad]
         for parameter, _ in frozen:
