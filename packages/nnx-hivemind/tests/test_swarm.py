@@ -1,4 +1,4 @@
-"""Swarms on the loopback, as in docs/backends/hivemind.md. They depend on time: `pytest -m full -n 0 FILE`."""
+"""Swarms on the loopback (docs/backends/hivemind.md). They depend on time: `pytest -m full -n 0 FILE`."""
 
 from __future__ import annotations
 
