@@ -107,11 +107,6 @@ HISTORICAL: dict[str, tuple[dict[str, Any], Callable[[Any], Any], Any]] = {
         True,
     ),
     "offload_optimizer": ({"offload_optimizer": True}, lambda hive: hive.offload_optimizer, True),
-    "reuse_grad_buffers": (
-        {"reuse_grad_buffers": True},
-        lambda hive: hive.grad_averager.reuse_grad_buffers,
-        True,
-    ),
     "scheduler_fn": ({"scheduler_fn": gamma}, lambda hive: hive.state_averager.scheduler.gamma, 0.5),
     "matchmaking_time": ({"matchmaking_time": 1.5}, lambda hive: hive.matchmaking_time, 1.5),
     "averaging_timeout": ({"averaging_timeout": 9.0}, lambda hive: hive.averaging_timeout, 9.0),
@@ -160,7 +155,6 @@ def test_batch_size_counts_the_samples_of_a_step_and_host_maddrs_is_where_it_lis
     [
         {},
         {"offload_optimizer": True},
-        {"reuse_grad_buffers": True},
         {"averager_opts": {"request_timeout": 1.0}},
     ],
     ids=str,
@@ -245,10 +239,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"target_batch_size": "8"}, "target_batch_size='8' is of type str"),
     ({"run_id": "a.b"}, "run_id='a.b' is no name"),
     ({"matchmaking_time": 0.0}, "matchmaking_time=0.0 is not positive"),
+    ({"reuse_grad_buffers": True}, "divides reused gradients by the number of batches twice"),
     ({"delay_grad_averaging": True}, "needs delay_optimizer_step=True"),
     ({"delay_optimizer_step": True}, "needs offload_optimizer=True and delay_state_averaging=True"),
     (
-        {"reuse_grad_buffers": True, "optimizer_kwargs": {"use_local_updates": True}},
+        {"offload_optimizer": True, "optimizer_kwargs": {"use_local_updates": True}},
         "use_local_updates contradicts",
     ),
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -43,7 +42,6 @@ class HivemindBackend(Backend[HivemindOptions]):
     Options = HivemindOptions
     peer: Peer | None = None
     _optimizer: Optimizer | None = None
-    _zero_grad: Any = None
 
     def setup(self, context: ParallelContext) -> None:
         """Start a node of the swarm's DHT.
@@ -118,9 +116,6 @@ class HivemindBackend(Backend[HivemindOptions]):
         refuse_sparse_layers(module, engine="hivemind")
         self._refuse_schedulers(module)
         self._in_swarm.introduce(module, self._optimizer)
-        if self.options.reuse_grad_buffers:
-            self._zero_grad = self._optimizer.zero_grad
-            self._optimizer.zero_grad = MethodType(_keep, self._optimizer)  # type: ignore[method-assign]
 
     def _refuse_schedulers(self, module: nn.Module) -> None:
         trainer = getattr(module, "_trainer", None)
@@ -147,9 +142,7 @@ class HivemindBackend(Backend[HivemindOptions]):
     def teardown(self) -> None:
         """Leave the swarm."""
         peer, self.peer = self.peer, None
-        if self._zero_grad is not None and self._optimizer is not None:
-            self._optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
-        self._optimizer = self._zero_grad = None
+        self._optimizer = None
         if peer is not None:
             self._remove_note()
             peer.close()
@@ -242,7 +235,3 @@ class HivemindBackend(Backend[HivemindOptions]):
         epoch = saved["state"].get(_STATE, {}).get("epoch", torch.tensor(0))
         value = epoch.stored.read(epoch.key) if isinstance(epoch, StoredName) else epoch
         peer.epoch = int(value)
-
-
-def _keep(optimizer: Optimizer, set_to_none: bool = True) -> None:
-    """Do nothing in place of ``zero_grad``: hivemind accumulates in ``p.grad`` and zeroes it."""

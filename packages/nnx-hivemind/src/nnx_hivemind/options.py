@@ -86,7 +86,7 @@ class HivemindOptions:
         False, help="Average gradients in the background too; it needs delay_optimizer_step.", types=(bool,)
     )
     reuse_grad_buffers: bool = option(
-        False, help="Accumulate in `p.grad`, where `zero_grad` then does nothing.", types=(bool,)
+        False, help="Refused: hivemind divides reused gradients twice while a peer is alone.", types=(bool,)
     )
     scheduler_fn: Callable[[Any], Any] | None = option(
         None, help="A function that returns the scheduler of an optimizer; it counts steps of the swarm."
@@ -114,10 +114,15 @@ class HivemindOptions:
         _check_further(self.optimizer_kwargs)
         self._refuse_without("delay_grad_averaging", "delay_optimizer_step")
         self._refuse_without("delay_optimizer_step", "offload_optimizer", "delay_state_averaging")
-        if self.use_local_updates and (self.offload_optimizer or self.reuse_grad_buffers):
+        if self.reuse_grad_buffers:
             raise OptionError(
-                "use_local_updates contradicts offload_optimizer and reuse_grad_buffers.",
-                remedy="Leave it out, or both of them.",
+                "reuse_grad_buffers=True is not supported: hivemind 1.1.12 divides reused gradients by the "
+                "number of batches twice while a peer is alone.",
+                remedy="Leave it out: gradients are then added up in a buffer of their size.",
+            )
+        if self.use_local_updates and self.offload_optimizer:
+            raise OptionError(
+                "use_local_updates contradicts offload_optimizer=True.", remedy="Leave one of them out."
             )
 
     def _refuse_without(self, name: str, *needed: str) -> None:

@@ -162,7 +162,7 @@ class Peer:
         self._shown = _settings(optimizer)
         opts = {"request_timeout": min(3.0, options.matchmaking_time / 3), **(options.averager_opts or {})}
         names = (
-            *("target_batch_size", "run_id", "matchmaking_time", "averaging_timeout", "reuse_grad_buffers"),
+            *("target_batch_size", "run_id", "matchmaking_time", "averaging_timeout"),
             *("delay_state_averaging", "delay_optimizer_step", "delay_grad_averaging", "verbose"),
         )
         try:
