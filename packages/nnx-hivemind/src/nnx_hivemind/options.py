@@ -68,7 +68,7 @@ class HivemindOptions:
     matchmaking_time: float = option(5.0, help="Seconds to wait for peers before an average.", types=_NUMBER)
     averaging_timeout: float = option(
         30.0,
-        help="Seconds after which an average is given up; the peer then steps on its own gradients.",
+        help="Seconds after which an average is given up; the peer's samples of that step are then lost.",
         types=_NUMBER,
     )
     delay_state_averaging: bool = option(

@@ -289,7 +289,7 @@ class Peer:
             self.averaged_with = len(control.result(timeout=0)) if control is not None else 1
         failed = control is not None and control.done() and self.averaged_with == 1
         if failed and self.peers > 1 and not self._options.delay_grad_averaging:
-            log.warning("hivemind: step %d on this peer's own gradients alone", hive.local_epoch)
+            log.warning("hivemind: step %d without gradients: the peers formed no group", hive.local_epoch)
 
     def settle(self) -> None:
         """Wait for steps and averages in the background, and show their results in the user's optimizer."""
