@@ -45,7 +45,7 @@ PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 NEEDED_WITH_GPUS = [
     name
     for name, folder in PROJECTS.items()
-    if folder.parent.name == "packages" and name not in ("nnx-ray", "nnx-lite", "nnx-torchft")
+    if folder.parent.name == "packages" and name not in ("nnx-ray", "nnx-lite", "nnx-torchft", "nnx-hivemind")
 ]
 """What benchmarks/gpu use."""
 WITH_GPUS = (
@@ -108,6 +108,20 @@ with tempfile.TemporaryDirectory() as root:
 assert trainer.global_step == 3 and trainer.callback_metrics["elastic/groups"] == 1
 """
 """Trains one group of an elastic run."""
+PEER = """
+import lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
+import nnx
+class Model(BoringModel):
+    def configure_optimizers(self):
+        return super().configure_optimizers()[0]
+strategy = nnx.strategy("hivemind", target_batch_size=1, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+settings = {"logger": False, "enable_checkpointing": False}
+trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=3, **settings)
+trainer.fit(Model())
+assert trainer.global_step == 3
+"""
+"""Trains one peer of a swarm."""
 NO_LITE = """
 import nnx
 from nnx import *
@@ -120,7 +134,12 @@ else:
     raise SystemExit("there is a Lite where nnx-lite is not installed")
 """
 """Asks for Lite where its package is absent."""
-SCRIPTS = {"nnx-ray": (LAUNCH, "ray"), "nnx-lite": (LITE,), "nnx-torchft": (ELASTIC,)}
+SCRIPTS = {
+    "nnx-ray": (LAUNCH, "ray"),
+    "nnx-lite": (LITE,),
+    "nnx-torchft": (ELASTIC,),
+    "nnx-hivemind": (PEER,),
+}
 """The script, with its arguments, that tries each package that conformance does not try."""
 BARE_LOOP = """
 import importlib.util, sys

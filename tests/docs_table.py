@@ -57,6 +57,21 @@ NOT_RUN: list[Entry] = [
     ),
     ("docs/planning.md", "python benchmarks/plan_truth.py", "takes minutes; the page has its results"),
     ("docs/elastic.md", "python benchmarks/kill_ranks.py", "takes minutes; the page has its results"),
+    (
+        "docs/backends/hivemind.md",
+        "class Line(",
+        "trains for minutes; packages/nnx-hivemind/tests/test_swarm.py starts such peers",
+    ),
+    (
+        "docs/backends/hivemind.md",
+        "python train.py",
+        "trains for minutes; packages/nnx-hivemind/tests/test_swarm.py starts such peers",
+    ),
+    (
+        "docs/backends/hivemind.md",
+        "PL_INITIAL_PEERS=",
+        "joins a swarm; packages/nnx-hivemind/tests/test_swarm.py starts such peers",
+    ),
     ("docs/machines.md", "ray start", "starts a cluster that stays; tests start theirs"),
     (
         "docs/memory-checkpoints.md",

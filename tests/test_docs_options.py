@@ -19,6 +19,7 @@ from nnx_core.options import CommonOptions
 from nnx_deepspeed.options import DeepSpeedOptions
 from nnx_fairscale.options import FairscaleFSDPOptions, OSSOptions, ShardedOptions
 from nnx_fsdp import FSDPOptions
+from nnx_hivemind import HivemindOptions
 from nnx_nnscaler import NnScalerOptions
 from nnx_torchft.options import ElasticOptions
 
@@ -39,6 +40,7 @@ TABLES = [
     ("backends/slow-links.md", "localsgd", LocalSGDOptions),
     ("backends/slow-links.md", "bagua_decentralized", DecentralizedOptions),
     ("backends/slow-links.md", "diloco", DiLoCoOptions),
+    ("backends/hivemind.md", "hivemind", HivemindOptions),
 ]
 each_table = pytest.mark.parametrize(("page", "strategy", "schema"), TABLES)
 START = "<!-- options of {}: written by NNX_UPDATE_DOCS=1 pytest tests/test_docs_options.py -->\n"

@@ -27,6 +27,7 @@ MODULES = {
     "fairscale.md": "nnx-fairscale/src/nnx_fairscale",
     "torchft.md": "nnx-torchft/src/nnx_torchft",
     "comm.md": "nnx-comm/src/nnx_comm",
+    "hivemind.md": "nnx-hivemind/src/nnx_hivemind",
     "ray.md": "nnx-ray/src/nnx_ray",
     "lite.md": "nnx-lite/src/nnx_lite",
 }

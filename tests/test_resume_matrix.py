@@ -30,6 +30,8 @@ from nnx_test_helpers.training import Run
 
 STEP, STEPS = 2, 3
 FSDP = {"min_num_params": 100}
+ALONE = {"target_batch_size": 1, "host_maddrs": ["/ip4/127.0.0.1/tcp/0"]}
+"""A peer that steps after each batch."""
 TIERS = {"blocks.0": "streamed", "blocks.1": "offloaded", "blocks.2": "gathered", "": "sharded"}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp_auto": {"strategy": "fsdp_auto", "options": FSDP},
@@ -51,26 +53,30 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "colossalai_cpu": {"strategy": "colossalai_cpu", "options": FSDP},
     "torchft_ddp": {"strategy": "torchft_ddp"},
     "torchft_hsdp": {"strategy": "torchft_hsdp", "options": FSDP},
+    "hivemind": {"strategy": "hivemind", "options": ALONE},
 }
+ENGINES = {"torchft_ddp": "torchft", "torchft_hsdp": "torchft", "hivemind": "hivemind"}
+"""The packages of strategies that may not be installed."""
 ELEMENTWISE = ("model_parallel",)
 """Strategies that cannot step Muon and Adafactor, which look at whole matrices, rows and columns."""
 WHOLE = ("fsdp_auto", "nnscaler_zero", "ddp", "colossalai", "nnscaler_tp", "fsdp_offload")
 """A round of strategies that resume states of whole matrices of one another, each the next one's and back."""
-ONE_OPTIMIZER = ("torchft_ddp", "torchft_hsdp")
+ONE_OPTIMIZER = ("torchft_ddp", "torchft_hsdp", "hivemind")
 """Strategies that cannot step several optimizers."""
 Cell = tuple[str, int]
 """A strategy and its world size."""
 
 
 def sizes_of(strategy: str) -> tuple[int, ...]:
-    """World sizes at which a strategy runs; hybrids need pairs, and torchft_ddp has groups of one process."""
-    if strategy == "torchft_ddp":
+    """World sizes at which a strategy runs; hybrids need pairs, groups and peers may have one process."""
+    if strategy in ("torchft_ddp", "hivemind"):
         return (1,)
     return (2, 4) if strategy in ("fsdp_hybrid", "nnscaler_hybrid") else (1, 2, 3, 4)
 
 
-if find_spec("torchft") is None:
-    STRATEGIES = {name: given for name, given in STRATEGIES.items() if name not in ONE_OPTIMIZER}
+STRATEGIES = {
+    name: given for name, given in STRATEGIES.items() if name not in ENGINES or find_spec(ENGINES[name])
+}
 CELLS: list[Cell] = [(name, devices) for name in STRATEGIES for devices in sizes_of(name)]
 
 

@@ -204,7 +204,7 @@ def test_the_spawning_variant_of_a_name_of_old_still_spawns() -> None:
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("dddp", "ddp"), ("horovod", "Horovod"), ("hivemind", "Hivemind"), ("hpu_parallel", "Gaudi")],
+    [("dddp", "ddp"), ("horovod", "Horovod"), ("collaborative", "Hivemind"), ("hpu_parallel", "Gaudi")],
 )
 def test_unknown_and_historical_strategies_are_explained(name: str, says: str) -> None:
     with pytest.raises(StrategyNotFoundError, match=says) as caught:

@@ -48,9 +48,10 @@ def exact_state(trainer: Trainer, module: LightningModule) -> tuple[str, str]:
     state: dict[str, Shard | torch.Tensor] = {}
     for index, optimizer in enumerate(trainer.optimizers):
         if backend is None:
-            held = {names[parameter]: entries for parameter, entries in optimizer.state.items()}
+            held = {names[p]: entries for p, entries in optimizer.state.items() if p in names}
         else:
-            held = backend.optimizer_state(module, optimizer)["state"]
+            described = backend.optimizer_state(module, optimizer)["state"]
+            held = {name: entries for name, entries in described.items() if name in names.values()}
         for name, entries in held.items():
             for key, value in entries.items():
                 state[f"{index}.{name}.{key}"] = value if isinstance(value, Shard) else _shard_or_whole(value)

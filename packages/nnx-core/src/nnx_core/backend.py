@@ -129,6 +129,8 @@ class Backend(ABC, Generic[OptionsT]):
         reduces_in_backward: True if only `backward` reduces gradients. Trainer then refuses
             ``loss.backward()`` in manual optimization.
         own_batch: The option that gives each rank batches of its own, for engines whose ranks share batches.
+        data_order: The number added to the seed of samplers that Lightning injects. Each process of an engine
+            without ranks has its own, because it reads all data.
         gather_at_end: The ranks that hold unsharded weights after the run; set by the adapter.
         is_watched: True if the ranks are compared after this step; set by `nnx_core.agree.divergence`.
     """
@@ -137,6 +139,7 @@ class Backend(ABC, Generic[OptionsT]):
     evaluation_without_inference_mode: ClassVar[bool] = True
     reduces_in_backward: ClassVar[bool] = False
     own_batch: ClassVar[str] = ""
+    data_order: int = 0
     context: ParallelContext
     gather_at_end: GatherAtEnd = "all"
     is_watched: bool = False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ PAGE = from_repository(__file__, "docs/command-line.md")
 COMMANDS = re.findall(r"```console\n\$ nnx (.*?)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 OURS = {"nnx-fsdp", "nnx-nnscaler", "nnx-colossalai", "nnx-deepspeed", "nnx-ray", "nnx-tiny"}
 """The distributions that are installed on the page's machine."""
-ABSENT = ("nnx-comm", "nnx-fairscale", "nnx-torchft")
+ABSENT = ("nnx-comm", "nnx-fairscale", "nnx-hivemind", "nnx-torchft")
 """The distributions of this repository that the page's machine lacks."""
 
 
@@ -30,8 +32,14 @@ def test_the_page_names_every_verb_and_shows_those_about_names() -> None:
 
 @pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[command for command, _ in COMMANDS])
 def test_every_screen_is_what_the_command_prints(
-    command: str, shown: str, site: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str,
+    shown: str,
+    site: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # without notes of running peers
     for distribution in ABSENT:
         site.hide(distribution)
     installed = {plugin.distribution for plugin in inventory().plugins}

@@ -1,10 +1,13 @@
 import json
+import os
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, requires, version
 
 import pytest
 
 from nnx_checkpoint.cli.command import main
+from nnx_core.machine.notes import leave_note
 from nnx_core.names.registry import StrategyRegistry
 
 FULL = """
@@ -266,6 +269,22 @@ def test_doctor_is_content_with_healthy_plugins(acme, nnx_command, monkeypatch):
         "pytorch-lightning",
     }
     assert {plugin["name"]: plugin["status"] for plugin in content["plugins"]}["acme"] == "ok"
+
+
+def test_doctor_prints_the_notes_of_running_processes_alone(acme, nnx_command, monkeypatch, tmp_path):
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    remove = leave_note("another peer joins with PL_INITIAL_PEERS=/ip4/10.0.0.1")
+    (folder,) = place.iterdir()
+    (folder / str(2**22 + 1)).write_text("of a process that is gone")  # above the largest id of Linux
+    line = f"running: process {os.getpid()}: another peer joins with PL_INITIAL_PEERS=/ip4/10.0.0.1\n"
+    output = nnx_command("doctor")[1]
+    assert line in output and "gone" not in output
+    assert json.loads(nnx_command("doctor", "--json")[1])["running"].keys() == {str(os.getpid())}
+    remove()
+    assert "running:" not in nnx_command("doctor")[1]
+    assert list(place.iterdir()) == []
 
 
 def test_doctor_names_each_broken_plugin_with_its_remedy(site, nnx_command):

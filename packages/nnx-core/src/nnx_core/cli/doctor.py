@@ -25,6 +25,7 @@ from typing_extensions import TypedDict
 from nnx_checkpoint.cli.output import print_json, print_table, print_text
 from nnx_core.cli.strategies import options_of
 from nnx_core.errors import NnxError
+from nnx_core.machine.notes import notes
 from nnx_core.names.discovery import inventory
 from nnx_core.names.plugins import Plugin
 from nnx_core.names.registry import StrategyRegistry
@@ -58,12 +59,14 @@ class Diagnosis(TypedDict):
 
     Attributes:
         versions: The versions by package; empty for a missing one.
+        running: Notes of running processes by process id, such as the line with which another peer joins.
     """
 
     ok: bool
     versions: dict[str, str]
     plugins: list[Plugin]
     findings: list[Finding]
+    running: dict[str, str]
 
 
 def run(*, strict: bool, as_json: bool) -> int:
@@ -80,6 +83,7 @@ def run(*, strict: bool, as_json: bool) -> int:
             "versions": versions,
             "plugins": inventory().plugins,
             "findings": findings,
+            "running": {str(process): text for process, text in notes().items()},
         }
         print_json(content)
     else:
@@ -99,6 +103,8 @@ def _print_report(versions: dict[str, str], findings: list[Finding]) -> None:
     if rows:
         print_table(("plugin", "provided by", "status", "strategies"), rows)
         print_text("")
+    for process, text in notes().items():
+        print_text(f"running: process {process}: {text}")
     for finding in findings:
         print_text(f"{finding.level}: {finding.subject}: {finding.detail}")
         print_text(f"  remedy: {finding.remedy}")

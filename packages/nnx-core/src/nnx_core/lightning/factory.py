@@ -20,7 +20,8 @@ from nnx_core.names.registry import StrategyRegistry
 KnownName = Literal[
     "bagua", "bagua_bytegrad", "bagua_decentralized", "colossalai", "colossalai_auto", "colossalai_cpu",
     "colossalai_cuda", "diloco", "diloco_streaming", "fairscale_fsdp", "fairscale_oss",
-    "fairscale_sharded", "fsdp_auto", "fsdp_hybrid", "fsdp_manual", "fsdp_offload", "localsgd", "nnscaler",
+    "fairscale_sharded", "fsdp_auto", "fsdp_hybrid", "fsdp_manual", "fsdp_offload", "hivemind", "localsgd",
+    "nnscaler",
     "nnscaler_deduped", "nnscaler_dp", "nnscaler_hybrid", "nnscaler_pp", "nnscaler_tp", "nnscaler_zero",
     "nnx_deepspeed_1", "nnx_deepspeed_2", "nnx_deepspeed_3", "nnx_deepspeed_3_cpu", "powersgd", "torchft_ddp",
     "torchft_hsdp",

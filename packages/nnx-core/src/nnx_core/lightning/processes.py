@@ -146,7 +146,10 @@ class ParallelProcesses(ABC):
                 "exist.",
                 remedy="Build the loader in `train_dataloader` or after `fabric.launch()`, not before.",
             )
-        return {"num_replicas": share[1], "rank": share[0]}
+        kwargs = {"num_replicas": share[1], "rank": share[0]}
+        if self.backend.data_order:
+            kwargs["seed"] = int(os.environ.get("PL_GLOBAL_SEED", "0")) + self.backend.data_order
+        return kwargs
 
     @property
     def data_rank(self) -> int:
