@@ -295,7 +295,9 @@ def run_convert(
     to: str | None,
     only_weights: bool,
     weights_only: bool,
+    config: str | None,
     options: Sequence[str],
+    source_options: Sequence[str],
     as_json: bool,
 ) -> int:
     """Write a checkpoint in another format; return the exit code."""
@@ -303,7 +305,10 @@ def run_convert(
 
     _require_writable(to)
     chosen = {"to": to, "save_weights_only": only_weights or None, "weights_only": weights_only}
+    options = [*options, *([] if config is None else [f"config={json.dumps(config)}"])]
     given = _options(options, _known_options(to))
+    if source_options:
+        given["source_options"] = _options(source_options, None)
     return _write("converting", convert, source, target, {**chosen, **given}, as_json=as_json)
 
 
