@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 import nnx_checkpoint
 from nnx_checkpoint.storage.files import FileReader
@@ -76,7 +77,7 @@ class Held(nn.Module):
 
 
 class Lit(LightningModule):
-    """A model of transformers in training."""
+    """A model of transformers in training (in evaluation mode, so without dropout)."""
 
     def __init__(self, kind: str, rate: float = 0.01) -> None:
         super().__init__()
@@ -94,8 +95,12 @@ class Lit(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.rate)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        torch.manual_seed(3)
-        return DataLoader(torch.randint(0, 37, (12, 8)), batch_size=12 // self.trainer.world_size)
+        data: Any = torch.randint(0, 37, (12, 8), generator=torch.Generator().manual_seed(3))
+        world = self.trainer.world_size
+        sampler = DistributedSampler[Any](
+            data, num_replicas=world, rank=self.trainer.global_rank, shuffle=False
+        )
+        return DataLoader(data, batch_size=12 // world, sampler=sampler)
 
 
 def train(run: Run, kind: str) -> list[float]:
@@ -110,7 +115,7 @@ def train(run: Run, kind: str) -> list[float]:
         trainer.save_checkpoint(run.save)
     mean = torch.tensor(module.losses)
     if dist.is_initialized():
-        dist.all_reduce(mean, op=dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM)
+        dist.all_reduce(mean)
         mean /= dist.get_world_size()
     return mean.tolist()
 
