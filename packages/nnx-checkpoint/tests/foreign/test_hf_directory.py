@@ -65,7 +65,8 @@ def edit_config(tmp_path: Path, **entries: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["gpt2", "bert", *(pytest.param(k, marks=pytest.mark.full) for k in ("llama", "qwen3", "mixtral"))]
+    "kind",
+    ["gpt2", "bert", *(pytest.param(k, marks=pytest.mark.full) for k in ("llama", "qwen3", "mixtral"))],
 )
 def test_from_pretrained_computes_the_same_and_the_way_back_loses_nothing(kind: str, tmp_path: Path) -> None:
     model = build(kind)
@@ -150,7 +151,9 @@ def test_tied_weights_that_are_stored_twice_must_be_equal(value: float, tmp_path
     save_trained(model, tmp_path)
     edit_config(tmp_path, tie_word_embeddings=True)
     if value:
-        refused(tmp_path, r"'net\.model\.embed_tokens\.weight' and 'net\.lm_head\.weight' have different values")
+        refused(
+            tmp_path, r"'net\.model\.embed_tokens\.weight' and 'net\.lm_head\.weight' have different values"
+        )
         return
     loaded = transformers.LlamaForCausalLM.from_pretrained(convert(tmp_path)).eval()
     assert torch.equal(logits(loaded), logits(model))
@@ -163,7 +166,10 @@ def test_tied_weights_that_are_stored_twice_must_be_equal(value: float, tmp_path
     ("names", "message"),
     [
         ([["net.**", "**"]], r"has no rule for 'scale'.*leave it out with \[\"scale\", null\]"),
-        ([["net.transformer.wte.**", "x"], *NET], r"sides of \['net\.transformer\.wte\.\*\*', 'x'\] have diff"),
+        (
+            [["net.transformer.wte.**", "x"], *NET],
+            r"sides of \['net\.transformer\.wte\.\*\*', 'x'\] have diff",
+        ),
         ([["scale", "lm_head.weight"], *NET], r"gives 'lm_head\.weight' to two tensors"),
         ([["net.lm_head.weight", "lm_head.weight"], ["**", None]], r"missing: transformer\.wpe\.weight"),
         ([["scale", "scale"], *NET], r"left over: scale"),
@@ -180,7 +186,10 @@ def test_maps_that_do_not_fit_are_refused(trained: Path, tmp_path: Path, names: 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"n_embd": 32}, r"of another shape: transformer\.wte\.weight is \(37, 16\) and should be \(37, 32\)"),
+        (
+            {"n_embd": 32},
+            r"of another shape: transformer\.wte\.weight is \(37, 16\) and should be \(37, 32\)",
+        ),
         ({"n_layer": 3}, r"GPT2LMHeadModel has 12 tensors that it lacks, such as transformer\.h\.2\."),
         ({"n_layer": 1}, r"left over: transformer\.h\.1\."),
         ({"architectures": ["LlamaForCausalLM"]}, r"LlamaForCausalLM"),
@@ -188,7 +197,10 @@ def test_maps_that_do_not_fit_are_refused(trained: Path, tmp_path: Path, names: 
         ({"architectures": ["Nonesuch"]}, r"has no class 'Nonesuch'"),
         ({"architectures": ["GPT2Config"]}, r"has no class 'GPT2Config'"),
         ({"n_embd": "wide"}, r"builds no GPT2LMHeadModel from"),
-        ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, r"trust_remote_code\), which nnx does not exec"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "code.Model"}},
+            r"trust_remote_code\), which nnx does not exec",
+        ),
     ],
 )
 def test_other_configurations_are_refused(
@@ -199,7 +211,9 @@ def test_other_configurations_are_refused(
 
 
 def test_code_of_the_directory_is_not_executed_and_a_map_is_enough(trained: Path, tmp_path: Path) -> None:
-    edit_config(tmp_path, auto_map={"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}, model_type="new")
+    edit_config(
+        tmp_path, auto_map={"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}, model_type="new"
+    )
     (tmp_path / "config" / "code.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
     refused(tmp_path, "does not execute.*-o names=map.json")
     out = convert(tmp_path, names=NET)
@@ -268,7 +282,11 @@ def zeroed(module: Any) -> Any:
 
 def test_a_directory_of_others_is_loaded_into_a_module_that_holds_the_model(hub: Path) -> None:
     assert nnx_checkpoint.open_checkpoint(hub).format == "hf"
-    for module in (zeroed(build("gpt2")), zeroed(Lit("gpt2")), torch.nn.ModuleDict({"x": zeroed(Lit("gpt2"))})):
+    for module in (
+        zeroed(build("gpt2")),
+        zeroed(Lit("gpt2")),
+        torch.nn.ModuleDict({"x": zeroed(Lit("gpt2"))}),
+    ):
         nnx_checkpoint.load(hub, model=module)
         (net,) = [part for part in module.modules() if isinstance(part, transformers.GPT2LMHeadModel)]
         assert torch.equal(logits(net), logits(build("gpt2")))
@@ -296,7 +314,11 @@ def test_old_names_of_the_hub_are_read(tmp_path: Path) -> None:
             .replace("LayerNorm.bias", "LayerNorm.beta"): tensor
             for name, tensor in load_file(file).items()
         }
-        old = {"h.0.attn.bias": torch.ones(1)} if kind == "gpt2" else {"bert.embeddings.position_ids": torch.ones(1)}
+        old = (
+            {"h.0.attn.bias": torch.ones(1)}
+            if kind == "gpt2"
+            else {"bert.embeddings.position_ids": torch.ones(1)}
+        )
         save_file({**tensors, **old}, file)
         again = zeroed(build(kind))
         nnx_checkpoint.load(tmp_path / kind, model=torch.nn.ModuleDict({"net": again}))

@@ -40,7 +40,11 @@ def test_a_star_is_one_part_of_a_name() -> None:
     ("rules", "names", "message"),
     [
         ([["a", "x"], ["b", "x"]], ["a", "b"], r"gives 'x' to two tensors, 'a' and 'b'.*\[\"b\", null\]"),
-        ([["a.**", "**"], ["**", "b.**"]], ["a.b.c", "x"], r"cannot be undone: 'x' becomes 'b\.x'.*'a\.b\.x'"),
+        (
+            [["a.**", "**"], ["**", "b.**"]],
+            ["a.b.c", "x"],
+            r"cannot be undone: 'x' becomes 'b\.x'.*'a\.b\.x'",
+        ),
         ([["a", "b"]], ["a", *"cdefghij"], r"has no rule for 'c', 'd', .* and 2 more"),
     ],
 )
@@ -55,7 +59,8 @@ def test_left_names_of_a_directory_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "rules", [[], "**", [["a"]], [["a", 3]], [[None, None]], [["", "a"]], [["a.*", "a.**"]], [["a.*", "a"]], 3]
+    "rules",
+    [[], "**", [["a"]], [["a", 3]], [[None, None]], [["", "a"]], [["a.*", "a.**"]], [["a.*", "a"]], 3],
 )
 def test_malformed_rules_are_refused(rules: Any) -> None:
     with pytest.raises(CheckpointError, match="here is malformed"):

@@ -150,6 +150,11 @@ _BUILT_IN = (
         "dcp", f"{_HOME}.dcp_directory:DcpDirectory", description="directory of torch.distributed.checkpoint"
     ),
     CheckpointFormatSpec(
+        "torch_checkpointing",
+        f"{_HOME}.torch_checkpointing:TorchCheckpointing",
+        description="directory of torch_checkpointing 0.1",
+    ),
+    CheckpointFormatSpec(
         "hf",
         f"{_HOME}.hf_directory:HuggingFaceDirectory",
         description="directory of Hugging Face's transformers, for from_pretrained",
