@@ -295,10 +295,10 @@ def run_convert(
     to: str | None,
     only_weights: bool,
     weights_only: bool,
-    config: str | None,
     options: Sequence[str],
-    source_options: Sequence[str],
     as_json: bool,
+    config: str | None = None,
+    source_options: Sequence[str] = (),
 ) -> int:
     """Write a checkpoint in another format; return the exit code."""
     from nnx_checkpoint import convert

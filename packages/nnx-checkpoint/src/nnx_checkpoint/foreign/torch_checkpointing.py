@@ -1,8 +1,8 @@
 """Read and write directories of `torch_checkpointing` 0.1, Meta's successor of DCP.
 
-Every rank has a file for each item of the saved dict: ``model_0.pt``, ``optimizer_0.pt``. ``metadata.pkl`` is a
-pickle of plain data about the part of each tensor that a rank has. The reader needs no library, and unpickles
-no classes from that file. The library itself writes.
+Every rank has a file for each item of the saved dict, such as ``model_0.pt``. ``metadata.pkl`` is a pickle of
+plain data about the part of each tensor that a rank has. The reader needs no library and unpickles no classes
+from it. The library itself writes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import itertools
 import json
 import pickle
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,10 +77,10 @@ class TorchCheckpointing(CheckpointFormat):
         origin = restore_ours(contents, beside)
         with malformed_explained(place, self.name):
             add_parts(contents, parts, beside)
-        if origin is not None:
-            return contents.opened(**origin)
-        contents.rank_objects |= found.of_ranks
-        return contents.opened(world_size=found.world_size, provenance={"keys": parts.keys})
+        if origin is None:
+            contents.rank_objects |= found.of_ranks
+            origin = {"world_size": found.world_size, "provenance": {"keys": parts.keys}}
+        return contents.opened(**origin)
 
     @override
     def write(
@@ -122,8 +123,7 @@ class TorchCheckpointing(CheckpointFormat):
             parameter_names=parameter_names,
         )
         with new_directory(path) as directory:
-            mapped = directory / "tensors"
-            mapped.mkdir()
+            (mapped := directory / "tensors").mkdir()
             with explained("write", directory):
                 tensors = _mapped(described, {**state, TRAINER: beside}, mapped, progress)
                 items = map_tree(
@@ -134,9 +134,7 @@ class TorchCheckpointing(CheckpointFormat):
                 for file in (directory / "written").iterdir():
                     file.rename(directory / file.name)
             (directory / "written").rmdir()
-            for file in mapped.iterdir():
-                file.unlink()
-            mapped.rmdir()
+            shutil.rmtree(mapped)
 
 
 def _mapped(checkpoint: Described, tree: Any, directory: Path, progress: Progress) -> dict[str, torch.Tensor]:

@@ -147,6 +147,11 @@ _BUILT_IN = (
         description="sharded directory of Lightning's ModelParallelStrategy or FSDPStrategy",
     ),
     CheckpointFormatSpec(
+        "megatron",
+        f"{_HOME}.megatron:MegatronDirectory",
+        description="torch_dist directory of Megatron-LM",
+    ),
+    CheckpointFormatSpec(
         "dcp", f"{_HOME}.dcp_directory:DcpDirectory", description="directory of torch.distributed.checkpoint"
     ),
     CheckpointFormatSpec(
