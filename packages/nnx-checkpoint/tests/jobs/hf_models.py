@@ -171,6 +171,7 @@ def memory_of_reading(path: str, options: dict[str, Any], dim: int) -> dict[str,
         read.append(target.nbytes)
         real(self, position, target)
 
+    nnx_checkpoint.open_checkpoint(path)  # imports modules, which are no memory of the reading
     FileReader.read_into = counted  # type: ignore[method-assign]
     tracemalloc.start()
     try:
