@@ -214,7 +214,7 @@ class _Directory:
                 claims = {
                     tuple(json.loads(path)): each for path, each in item["nested_path_to_metadata"].items()
                 }
-                joined = {(".".join(map(str, path)),): each for path, each in claims.items()}
+                joined: dict[_Keys, Any] = {(".".join(map(str, path)),): claims[path] for path in claims}
                 self.claims[key] = {**joined, **claims}  # safetensors join nested keys
                 for rank, layout in item["rank_to_layout_info"].items():
                     self.files[key][int(rank)] = f"{key}_{rank}.pt" if layout is None else layout["file_path"]
