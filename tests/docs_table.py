@@ -9,6 +9,7 @@ from __future__ import annotations
 Entry = tuple[str, str, str]
 
 _CONFORMANCE = "takes a minute in processes of its own; its options are parsed, conformance tests run it"
+_HF = "needs models of transformers; run by packages/nnx-checkpoint/tests/foreign/test_hf_docs.py"
 _CKPT = "compared by packages/nnx-checkpoint/tests/cli/test_ckpt_docs.py"
 
 NOT_RUN: list[Entry] = [
@@ -32,6 +33,9 @@ NOT_RUN: list[Entry] = [
         "run in order, both halves of a difference, by packages/nnx-lite/tests/test_lite_examples.py",
     ),
     ("docs/checkpoints.md", "nnx ckpt", _CKPT),
+    ("docs/hugging-face.md", "nnx ckpt", _HF),
+    ("docs/hugging-face.md", "trainer = Trainer(", _HF),
+    ("docs/hugging-face.md", "def maps():", _HF),
     ("docs/machines.md", "torchrun", "run on two nodes by tests/nodes/test_nodes.py"),
     ("docs/machines.md", "MASTER_ADDR=", "run on two nodes by tests/nodes/test_nodes.py"),
     (

@@ -8,6 +8,7 @@ import os
 import pty
 import sys
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,10 @@ def test_every_format_that_can_be_written_is_offered_and_can_be_read_back(
     trained: Path, tmp_path: Path
 ) -> None:
     for name in writable():
+        if name == "hf":  # of models of transformers only: tests/foreign/test_hf_directory.py
+            continue
+        if name == "torch_checkpointing" and find_spec(name) is None:
+            continue
         target = tmp_path / f"as_{name}"
         result = invoke("convert", trained, target, "--to", name, "--json")
         content = json.loads(result.stdout)

@@ -187,10 +187,19 @@ def merge(
 def convert(
     source: _Path,
     target: Annotated[str, typer.Argument(help="The path to write to; it must not exist.")],
+    *,
     to: _To = None,
     only_weights: _OnlyWeights = False,
     trust: _Trust = False,
+    config: Annotated[
+        str | None,
+        typer.Option(help="The model's config.json, or a directory with it and a tokenizer (--to hf)."),
+    ] = None,
     options: _Options = None,
+    source_options: Annotated[
+        list[str] | None,
+        typer.Option("-i", "--source-option", metavar="NAME=VALUE", help="Option for reading the source."),
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Write a checkpoint of any size in another format, in little memory."""
@@ -202,7 +211,9 @@ def convert(
         to=to,
         only_weights=only_weights,
         weights_only=not trust,
+        config=config,
         options=options or [],
+        source_options=source_options or [],
         as_json=as_json,
     )
     raise typer.Exit(code)

@@ -297,13 +297,18 @@ def run_convert(
     weights_only: bool,
     options: Sequence[str],
     as_json: bool,
+    config: str | None = None,
+    source_options: Sequence[str] = (),
 ) -> int:
     """Write a checkpoint in another format; return the exit code."""
     from nnx_checkpoint import convert
 
     _require_writable(to)
     chosen = {"to": to, "save_weights_only": only_weights or None, "weights_only": weights_only}
+    options = [*options, *([] if config is None else [f"config={json.dumps(config)}"])]
     given = _options(options, _known_options(to))
+    if source_options:
+        given["source_options"] = _options(source_options, None)
     return _write("converting", convert, source, target, {**chosen, **given}, as_json=as_json)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -48,6 +48,7 @@ def convert(
     weights_only: bool = True,
     save_weights_only: bool | None = None,
     progress: Progress | None = None,
+    source_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
     """Write a checkpoint in another format.
@@ -65,6 +66,7 @@ def convert(
         save_weights_only: True omits optimizers, schedulers, state of callbacks and of ranks. None omits them
             if the target is one ``.safetensors`` file.
         progress: Function of the bytes done so far and their total.
+        source_options: Options for reading the source, as in `open_checkpoint`.
         **options: Options of the format, such as ``max_shard_size`` of ``"safetensors"``.
 
     Raises:
@@ -73,7 +75,7 @@ def convert(
     """
     form = get_format(to or _guess(target, otherwise="nnx"))
     _check_target(source, target)
-    checkpoint = open_checkpoint(source, weights_only=weights_only)
+    checkpoint = open_checkpoint(source, weights_only=weights_only, **(source_options or {}))
     _write(checkpoint, form, target, save_weights_only, progress, options)
 
 

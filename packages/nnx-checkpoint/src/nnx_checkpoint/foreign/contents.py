@@ -50,6 +50,11 @@ class ForeignCheckpoint(Checkpoint):
 
     @property
     @override
+    def omits_prefix(self) -> bool:
+        return self._contents.omits_prefix
+
+    @property
+    @override
     def world_size(self) -> int:
         return self._world_size
 
@@ -137,6 +142,8 @@ class Contents:
         self.resident: dict[str, FileTensor | Tensor] = {}
         """Tensors in memory, and tensors with gaps in the file, which are read completely."""
         self.aliases: dict[str, str] = {}
+        self.omits_prefix = False
+        """The value of `Checkpoint.omits_prefix`."""
         self.objects: dict[str, Any] = {"trainer": {}}
         """The common objects; `opened` names the tensors in them."""
         self.rank_objects: dict[int, Any] = {}

@@ -78,14 +78,14 @@ def interpret(
     if keys is not None:
         return _by_keys(tree, keys)
     tree = _unwrapped(tree)
-    if _is_optimizer(tree):
+    if is_optimizer(tree):
         return Parts(optimizers={"optimizer": _optimizer(tree)})
     parts = Parts(rest=dict(tree))
     found = {key: state for name, value in tree.items() for key, state in _optimizers(name, value)}
     for key in sorted(found, key=_natural):
         parts.optimizers[key] = _optimizer(found[key])
         parts.rest.pop(key.partition("[")[0], None)
-    dicts = [key for key, value in parts.rest.items() if _holds_tensors_only(value)]
+    dicts = [key for key, value in parts.rest.items() if holds_tensors_only(value)]
     usual = [key for key in _MODEL_KEYS if isinstance(parts.rest.get(key), dict)][:1]
     if every_model or usual:
         parts.models = {key: _flat(parts.rest.pop(key)) for key in (dicts if every_model else usual)}
@@ -111,24 +111,25 @@ def _unwrapped(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     if len(tree) != 1:
         return tree
     (key, inner), *_ = tree.items()
-    if key in _MODEL_KEYS or not isinstance(inner, dict) or _is_optimizer(inner):
+    if key in _MODEL_KEYS or not isinstance(inner, dict) or is_optimizer(inner):
         return tree
     holds_parts = any(
-        (name in _MODEL_KEYS and isinstance(value, dict)) or _is_optimizer(value)
+        (name in _MODEL_KEYS and isinstance(value, dict)) or is_optimizer(value)
         for name, value in inner.items()
     )
     return inner if holds_parts else tree
 
 
 def _optimizers(key: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if _is_optimizer(value):
+    if is_optimizer(value):
         yield key, value
-    elif isinstance(value, list) and value and all(_is_optimizer(item) for item in value):
+    elif isinstance(value, list) and value and all(is_optimizer(item) for item in value):
         for position, item in enumerate(value):
             yield f"{key}[{position}]", item
 
 
-def _is_optimizer(value: Any) -> bool:
+def is_optimizer(value: Any) -> bool:
+    """Return True if a value has the form of an optimizer's state dict, nested or flattened."""
     if not isinstance(value, dict):
         return False
     groups = value.get(GROUPS)
@@ -137,13 +138,14 @@ def _is_optimizer(value: Any) -> bool:
     return is_flattened(value)
 
 
-def _holds_tensors_only(value: Any) -> bool:
+def holds_tensors_only(value: Any) -> bool:
+    """Return True if a value has the form of a module's state dict."""
     return isinstance(value, dict) and bool(value) and all(_is_member(*pair) for pair in value.items())
 
 
 def _is_member(key: str, value: Any) -> bool:
     """Return True if this can be an entry of a module's state dict."""
-    return isinstance(value, TENSORS) or _is_extra(key) or _holds_tensors_only(value)
+    return isinstance(value, TENSORS) or _is_extra(key) or holds_tensors_only(value)
 
 
 def _is_extra(name: str) -> bool:

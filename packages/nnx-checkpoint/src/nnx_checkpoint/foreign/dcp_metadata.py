@@ -27,7 +27,7 @@ from nnx_base.box import Box
 from nnx_base.errors import CheckpointError
 from nnx_checkpoint._torch_compat import storage_info
 from nnx_checkpoint.storage.files import explained
-from nnx_checkpoint.unpickling.allowed import refuse_endless
+from nnx_checkpoint.unpickling.allowed import Inert, refuse_endless
 from nnx_checkpoint.unpickling.cost import refuse_swollen
 
 METADATA = ".metadata"
@@ -165,6 +165,10 @@ _CLASSES: dict[str, type] = {
 }
 
 
+_PLANS = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+"""Classes of the plans that Megatron-LM keeps in the metadata to save faster; they are not read."""
+
+
 _UNUSED = {
     "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     "pathlib._local": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
@@ -183,7 +187,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     def __init__(self, raw: bytes, weights_only: bool) -> None:
         super().__init__(io.BytesIO(raw))
         self._weights_only = weights_only
-        self._classes = {name: type(name, (kind,), {}) for name, kind in _CLASSES.items()}
+        kinds = {**_CLASSES, **dict.fromkeys(_PLANS, Inert)}
+        self._classes = {name: type(name, (kind,), {}) for name, kind in kinds.items()}
 
     @override
     def find_class(self, module: str, name: str, /) -> Any:

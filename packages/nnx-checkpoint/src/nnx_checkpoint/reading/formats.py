@@ -121,8 +121,16 @@ class CheckpointFormat(ABC):
 
     def options(self) -> list[str]:
         """Return the names of the options of `write`."""
-        parameters = signature(self.write).parameters.values()
-        return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "progress"]
+        return _keywords(self.write, "progress")
+
+    def open_options(self) -> list[str]:
+        """Return the names of the options of `open`."""
+        return _keywords(self.open, "weights_only")
+
+
+def _keywords(function: Callable[..., Any], without: str) -> list[str]:
+    parameters = signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != without]
 
 
 _HOME = "nnx_checkpoint.foreign"
@@ -139,12 +147,27 @@ _BUILT_IN = (
         description="sharded directory of Lightning's ModelParallelStrategy or FSDPStrategy",
     ),
     CheckpointFormatSpec(
+        "megatron",
+        f"{_HOME}.megatron:MegatronDirectory",
+        description="torch_dist directory of Megatron-LM",
+    ),
+    CheckpointFormatSpec(
         "dcp", f"{_HOME}.dcp_directory:DcpDirectory", description="directory of torch.distributed.checkpoint"
+    ),
+    CheckpointFormatSpec(
+        "torch_checkpointing",
+        f"{_HOME}.torch_checkpointing:TorchCheckpointing",
+        description="directory of torch_checkpointing 0.1",
+    ),
+    CheckpointFormatSpec(
+        "hf",
+        f"{_HOME}.hf_directory:HuggingFaceDirectory",
+        description="directory of Hugging Face's transformers, for from_pretrained",
     ),
     CheckpointFormatSpec(
         "safetensors",
         f"{_HOME}.safetensors:SafetensorsFiles",
-        description="safetensors file, or Hugging Face directory with an index",
+        description="safetensors file, or a directory of them with an index",
     ),
 )
 _OF_ENGINES = (
@@ -279,13 +302,14 @@ def _unknown(path: str | os.PathLike[str]) -> CheckpointError:
     )
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True, **options: Any) -> Checkpoint:
     """Open a checkpoint of any known format, checking all that can be checked without reading tensor data.
 
     Args:
         path: A directory, a file, or a link to one.
         weights_only: False executes code that the author of the checkpoint may have put there. True restricts
             unpickling, if the format needs any, to classes that torch considers safe.
+        **options: Options of the format, such as ``names`` of ``"hf"`` and ``tag`` of ``"deepspeed"``.
 
     Returns:
         A handle that reads on demand.
@@ -295,10 +319,16 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool = True) 
             missing, truncated or damaged.
     """
     found = find_format(path)
+    for name in options:
+        if name not in found.open_options():
+            raise CheckpointError(
+                f"'{path}' is opened as format {found.name!r}, which has no option {name!r} for reading.",
+                remedy=f"Its options are: {', '.join(found.open_options()) or 'none'}.",
+            )
     try:
         if found.name != "nnx" and os.path.isdir(path):  # noqa: PTH112 - `path` may be a URL
             require_enclosed(Path(path))
-        return found.open(path, weights_only=weights_only)
+        return found.open(path, weights_only=weights_only, **options)
     except NnxError:
         raise
     except Exception as error:  # unexpected data may raise anything in a reader

@@ -61,6 +61,7 @@ def load_model(
     Raises:
         CheckpointError: Names or shapes differ; the message lists all of them.
     """
+    source = _fitted(source, state)
     prefixes = _self_loading(module, state)
     ordinary, rest = _without(state, source, prefixes)
     has_hooks = any(has_load_hooks(each) for each in module.modules())
@@ -77,6 +78,24 @@ def load_model(
             module.load_state_dict(complete[""], strict=strict)
         else:
             _OwnLoading(complete, missing, unexpected).load(module, strict=strict)
+
+
+def _fitted(source: Mapping[str, Any], state: ModelState) -> Mapping[str, Any]:
+    """Return the state dict with the prefix under which the module holds the model, if its names lack one."""
+    if not isinstance(source, LazyStateDict) or not source.stored.omits_prefix:
+        return source
+    names = {*state.tensors, *state.aliases, *state.extra}
+    if not source or all(name in names for name in source):
+        return source
+    first = next(iter(source))
+    prefixes = [name.removesuffix(first) for name in sorted(names) if name.endswith(f".{first}")]
+    fitting = [prefix for prefix in prefixes if all(prefix + name in names for name in source)]
+    if len(fitting) > 1:
+        raise CheckpointError(
+            f"'{source.stored.path}' fits {len(fitting)} parts of the module: {', '.join(fitting)}.",
+            remedy="Load each part by itself: `nnx_checkpoint.load(path, model=module.part)`.",
+        )
+    return source.prefixed(fitting[0]) if fitting else source
 
 
 def _self_loading(module: nn.Module, state: ModelState) -> tuple[str, ...]:

@@ -12,9 +12,9 @@ This module owns the names, and the lazy views on an open checkpoint. It knows n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypedDict
 
@@ -194,6 +194,13 @@ class LazyStateDict(MutableMapping[str, Any]):
         made.stored = stored
         made._names = {name: value.key for name, value in entries.items() if isinstance(value, StoredName)}
         made._values = {name: value for name, value in entries.items() if name not in made._names}
+        return made
+
+    def prefixed(self, prefix: str) -> LazyStateDict:
+        """Return the same entries with a prefix before each name."""
+        made = copy(self)
+        made._names = {prefix + name: key for name, key in self._names.items()}
+        made._values = {prefix + name: value for name, value in self._values.items()}
         return made
 
     def __copy__(self) -> LazyStateDict:
@@ -393,6 +400,11 @@ class View(Checkpoint):
 
     @property
     @override
+    def omits_prefix(self) -> bool:
+        return self.inner.omits_prefix
+
+    @property
+    @override
     def world_size(self) -> int:
         return self.inner.world_size
 
@@ -426,6 +438,43 @@ class Described(View):
     @override
     def rank_objects(self, rank: int) -> Any | None:
         return self.tree(rank, lambda name: StoredName(self, name))
+
+
+class Renamed(View):
+    """A view with some tensors under other names; objects keep the names of the checkpoint.
+
+    Args:
+        inner: The checkpoint.
+        names: The name in the checkpoint, which may be an alias, by the name in this view.
+        aliases: The aliases of this view.
+        hidden: Further tensors of the checkpoint to leave out.
+    """
+
+    def __init__(
+        self, inner: Checkpoint, names: Mapping[str, str], aliases: Mapping[str, str], hidden: Container[str]
+    ) -> None:
+        super().__init__(inner)
+        self._origins = {name: inner.entry(original) for name, original in names.items()}
+        moved = {entry.name for entry in self._origins.values()}
+        self._tensors = {name: replace(entry, name=name) for name, entry in self._origins.items()}
+        for name, entry in inner.tensors.items():
+            if name not in moved and name not in hidden:
+                self._tensors[name] = self._origins[name] = entry
+        self._aliases = aliases
+
+    @property
+    @override
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        return self._tensors
+
+    @property
+    @override
+    def aliases(self) -> Mapping[str, str]:
+        return self._aliases
+
+    @override
+    def _fetch(self, wanted: Sequence[Wanted]) -> None:
+        self.inner._fetch([replace(each, entry=self._origins[each.entry.name]) for each in wanted])
 
 
 class WeightsOnly(View):

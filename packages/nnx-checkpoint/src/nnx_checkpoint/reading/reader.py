@@ -58,6 +58,11 @@ class Checkpoint(ABC):
         return self._with_tensors(None)
 
     @property
+    def omits_prefix(self) -> bool:
+        """True if the names may lack the prefix under which a module holds the model."""
+        return False
+
+    @property
     @abstractmethod
     def world_size(self) -> int:
         """The number of ranks that wrote the checkpoint."""

@@ -24,6 +24,7 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from typing_extensions import override
 
@@ -125,7 +126,12 @@ class FileTensor:
 
 
 def load_torch_file(
-    path: Path, *, weights_only: bool = True, known: Sequence[Any] = (), inert: Sequence[str] = ()
+    path: Path,
+    *,
+    weights_only: bool = True,
+    known: Sequence[Any] = (),
+    inert: Sequence[str] = (),
+    local: bool = False,
 ) -> Any:
     """Read the structure of a file of ``torch.save``.
 
@@ -134,6 +140,7 @@ def load_torch_file(
         weights_only: False unpickles without restriction and maps the data into memory.
         known: Further allowed classes, or pairs of one and its pickled name.
         inert: Prefixes of names of classes that `Inert` replaces.
+        local: True returns the local part of each DTensor; False refuses it.
 
     Returns:
         The saved object; `FileTensor` in place of every tensor (a tensor itself in files of the old format,
@@ -151,7 +158,7 @@ def load_torch_file(
             _refuse_inflated(path)
         if not weights_only:
             return torch.load(path, map_location="cpu", weights_only=False, mmap=zipped)
-        return _load_safely(path, zipped=zipped, known=known, inert=inert)
+        return _load_safely(path, zipped=zipped, known=known, inert=inert, local=local)
     except CheckpointError:
         raise
     except Exception as error:  # damage or a pickle may raise anything
@@ -202,7 +209,7 @@ def _refuse_inflated(path: Path) -> None:
         )
 
 
-def _load_safely(path: Path, *, zipped: bool, known: Sequence[Any], inert: Sequence[str]) -> Any:
+def _load_safely(path: Path, *, zipped: bool, known: Sequence[Any], inert: Sequence[str], local: bool) -> Any:
     # The order of the guards matters. The cost of the pickle comes before torch scans it, its names before it
     # is unpickled, the number of its objects before `restore` walks over them, and the end of each record
     # before a tensor refers to it.
@@ -222,7 +229,7 @@ def _load_safely(path: Path, *, zipped: bool, known: Sequence[Any], inert: Seque
         structure, places = load_structure(path)
     refuse_endless(structure, nbytes=path.stat().st_size, source=str(path))
     stops, nbytes = _record_stops(path, places), path.stat().st_size
-    return map_tree(stand_ins.restore(structure), lambda value: _located(value, path, stops, nbytes))
+    return map_tree(stand_ins.restore(structure), lambda value: _located(value, path, stops, nbytes, local))
 
 
 def _unsafe(path: Path, names: Sequence[str]) -> CheckpointError:
@@ -262,9 +269,16 @@ def _record_stops(path: Path, places: Mapping[str, int]) -> dict[int, int]:
     return {place: min(place + entries[name].compress_size, length) for name, place in places.items()}
 
 
-def _located(value: Any, path: Path, stops: Mapping[int, int], file_bytes: int) -> Any:
+def _located(value: Any, path: Path, stops: Mapping[int, int], file_bytes: int, local: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
+    if isinstance(value, DTensor):
+        if not local:
+            raise CheckpointError(
+                f"'{path}' has one rank's part of a tensor of shape {tuple(value.shape)} (a DTensor).",
+                remedy="Gather it before `torch.save`, or save with torch.distributed.checkpoint.",
+            )
+        value = value.to_local()
     if any(stride < 0 for stride in value.stride()):
         raise CheckpointError(
             f"'{path}' claims a tensor with strides {value.stride()}.",

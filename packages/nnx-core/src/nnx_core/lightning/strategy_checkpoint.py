@@ -275,6 +275,8 @@ def load_lightning_checkpoint(strategy: Any, path: Any, weights_only: bool | Non
     checkpoint = {**required, **stored_objects(stored, "trainer")}
     checkpoint["state_dict"] = LazyStateDict(stored)
     states = stored_optimizer_states(stored)
+    if states is None and stored.format == "hf":
+        states = []  # pretrained weights: training starts from them
     if states is not None:
         checkpoint["optimizer_states"] = states
     ranks = StoredRanks(stored)
