@@ -255,8 +255,8 @@ def run(given: Mapping[str, str | None], *, as_json: bool) -> int:
         for question in QUESTIONS:
             if question.name in answers:
                 check_choice(question.name, answers[question.name], tuple(question.answers))
-        while question := next_question(answers):
-            answers[question.name] = _ask(question)
+        while unanswered := next_question(answers):
+            answers[unanswered.name] = _ask(unanswered)
     except OptionError as error:
         print_error(error)
         return 2

@@ -151,7 +151,12 @@ def scaled_batch(batch: Any, factor: int) -> Any:
 def loss_of(module: nn.Module) -> Callable[[Any], Tensor]:
     """Return the function from a batch to the loss: ``training_step``, or the forward's own loss."""
     step = getattr(module, "training_step", None)
-    return partial(_loss, partial(step, batch_idx=0) if callable(step) else partial(_called, module))
+    return partial(_loss, partial(_first_step, step) if callable(step) else partial(_called, module))
+
+
+def _first_step(step: Callable[..., Any], batch: Any) -> Any:
+    """Call ``training_step`` as Lightning does: with the index by position, if it takes one."""
+    return step(batch, 0) if len(inspect.signature(step).parameters) > 1 else step(batch)
 
 
 def _called(module: nn.Module, batch: Any) -> Any:

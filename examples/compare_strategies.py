@@ -1,0 +1,125 @@
+"""Train a small GPT from scratch under five strategies, and draw their losses on one pair of axes.
+
+    python examples/compare_strategies.py --plot docs/assets/strategies.svg
+
+The text are docstrings of installed packages, read from their files. Each training has processes of its own.
+Exit code 0 if every loss of every strategy is near that of the first one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from gpt.data import GlobalBatches, ResumableLoader, Windows
+from gpt.model import GPTConfig
+from gpt.module import LitGPT
+from gpt.report import Losses, largest_difference, read_losses
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.loggers import CSVLogger
+from matplotlib.figure import Figure
+
+__all__ = ["docstrings", "draw", "main", "train"]
+
+STRATEGIES = ("ddp", "fsdp_auto", "nnscaler_pp", "colossalai", "nnx_deepspeed_3")
+PACKAGES = ("torch", "lightning", "numpy")
+DEVICES, GLOBAL_BATCH = 2, 12
+
+
+def docstrings(package: str, limit: int) -> bytes:
+    """The first `limit` bytes of the docstrings of an installed package, which is not imported."""
+    found = importlib.util.find_spec(package)
+    assert found is not None and found.origin is not None, package
+    text = bytearray()
+    for path in sorted(Path(found.origin).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text += f"{ast.get_docstring(node) or ''}\n".encode()
+        if len(text) >= limit:
+            break
+    return bytes(text[:limit])
+
+
+class Text(LitGPT):
+    """The GPT, with a loader that gives each rank its share of every global batch."""
+
+    def train_dataloader(self) -> ResumableLoader:
+        """The same global batches under every strategy."""
+        text = b"".join(docstrings(package, limit=100_000) for package in PACKAGES)
+        windows = Windows(torch.frombuffer(bytearray(text), dtype=torch.uint8), GPTConfig().context)
+        share = self.trainer.distributed_sampler_kwargs or {}
+        batches = GlobalBatches(len(windows), batches=self.steps, global_batch=GLOBAL_BATCH, seed=1, **share)
+        return ResumableLoader(windows, batches)
+
+
+def train(strategy: str, out: Path, steps: int) -> None:
+    """Train on two processes, and write the loss of every step to ``out/STRATEGY/metrics.csv``."""
+    seed_everything(1, verbose=False)
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=DEVICES,
+        max_epochs=1,
+        gradient_clip_val=1.0,
+        log_every_n_steps=1,
+        logger=CSVLogger(out, name=strategy, version=""),
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Text(GPTConfig(), steps=steps))
+
+
+def draw(path: Path, losses: Mapping[str, Losses]) -> None:
+    """Draw the losses, and below them their distances from the first ones."""
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    (first, reference), *others = losses.items()
+    above.plot(list(reference.train), list(reference.train.values()), color="0.75", linewidth=5, label=first)
+    for number, (name, run) in enumerate(others):
+        steps, values = list(run.train), list(run.train.values())
+        above.plot(steps, values, linestyle=(3 * number, (3, 9)), linewidth=2, label=name)
+        below.plot(
+            steps, [abs(run.train[step] - reference.train[step]) for step in steps], color=f"C{number}"
+        )
+    above.set(
+        ylabel="loss per byte (nats)", title="One training under five strategies, on two processes each"
+    )
+    below.set(xlabel="step", ylabel=f"distance from {first}", yscale="log")
+    above.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the trainings one after the other, draw them, and return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
+    parser.add_argument("--out", type=Path, default=Path("out/strategies"), help="directory of the losses")
+    parser.add_argument("--plot", type=Path, default=Path("out/strategies/losses.svg"), help="the picture")
+    parser.add_argument("--only", choices=STRATEGIES, help="train under this strategy, and draw nothing")
+    parser.add_argument("--tolerance", type=float, default=1e-3, help="largest distance that is near")
+    given = parser.parse_args(arguments)
+    if given.only:
+        train(given.only, given.out, given.steps)
+        return 0
+    for name in STRATEGIES:
+        command = [sys.executable, __file__, f"--only={name}", f"--out={given.out}", f"--steps={given.steps}"]
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    losses = {name: read_losses(given.out / name / "metrics.csv") for name in STRATEGIES}
+    draw(given.plot, losses)
+    worst = {name: largest_difference(losses["ddp"], run) for name, run in losses.items()}
+    print("\n".join(f"{name:16} at most {distance:.1e} from ddp" for name, distance in worst.items()))
+    return 0 if all(distance <= given.tolerance for distance in worst.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
