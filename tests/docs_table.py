@@ -20,7 +20,11 @@ NOT_RUN: list[Entry] = [
         "python3 -m venv .venv",
         "makes an environment; held by tests/test_repository.py, run by CI",
     ),
-    ("README.md", "nnx plan", "plans a model of the reader; docs/planning.md plans one that is there"),
+    (
+        "README.md",
+        "nnx plan",
+        "traces Llama 7B for half a minute; packages/nnx-core/tests/planning plan smaller models",
+    ),
     ("*", "nnx conformance", _CONFORMANCE),
     (
         "docs/writing-a-backend.md",
@@ -83,6 +87,37 @@ NOT_RUN: list[Entry] = [
         "restarts a script; packages/nnx-core/tests/lightning/test_memory_restarts.py does so",
     ),
     ("docs/memory-checkpoints.md", "TORCH_DISABLE", "run on nodes by tests/nodes/test_memory.py"),
+    ("docs/recipes.md", "logger = WandbLogger(", "needs wandb; run by hand, with the module of the page"),
+    (
+        "docs/recipes.md",
+        "logger = MLFlowLogger(",
+        "needs mlflow-skinny; run by hand, with the module of the page",
+    ),
+    ("docs/start/index.md", "python3 -m venv", "makes an environment, as README's first command"),
+    ("docs/start/index.md", ".venv/bin/pip", "installs, as README's first command"),
+    ("docs/start/index.md", "source .venv", "changes the shell"),
+    ("docs/start/first-run.md", "python examples/", "trains; tests/test_examples.py compares the page"),
+    (
+        "docs/start/first-run.md",
+        "nnx ckpt",
+        "looks at the checkpoint of a run; tests/test_examples.py makes one",
+    ),
+    ("docs/start/resume.md", "python examples/", "trains; tests/test_examples.py compares the page"),
+    (
+        "docs/start/choose.md",
+        "nnx plan",
+        "names a script; packages/nnx-core/tests/planning plan others",
+    ),
+    (
+        "docs/gallery.md",
+        "python examples/",
+        "takes minutes; tests/test_examples.py runs gallery.md's in a small form",
+    ),
+    (
+        "docs/index.md",
+        "nnx plan",
+        "traces Llama 7B for half a minute; packages/nnx-core/tests/planning plan others",
+    ),
     ("docs/recipes.md", "srun python train.py", "needs a cluster; tests set SLURM's variables"),
     (
         "docs/command-line.md",
@@ -93,6 +128,9 @@ NOT_RUN: list[Entry] = [
     ("docs/conformance.md", "def steps_counted(", "would register a check with the suite of all later tests"),
 ]
 """Shell commands, and Python blocks."""
+
+NEEDS = {"docs/start/your-model.md": ("sklearn",)}
+"""Packages of examples/requirements.txt without which a page is skipped."""
 
 NOT_COMPARED: list[Entry] = [
     ("docs/machines.md", "TorchTrainer(", "run by packages/nnx-ray/tests/test_ray_train.py"),

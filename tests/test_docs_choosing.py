@@ -1,4 +1,7 @@
-"""docs/choosing.md lists the declared limits of each strategy; ``NNX_UPDATE_DOCS=1`` rewrites it."""
+"""docs/choosing.md has the questions of `nnx choose` and the limits of each strategy.
+
+``NNX_UPDATE_DOCS=1`` rewrites both.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import pytest
+
 from nnx_conformance.check import all_checks
+from nnx_core.cli.choose import CHOICES, QUESTIONS
 from nnx_core.names.registry import StrategyRegistry
 from nnx_core.names.spec import Capabilities
 
@@ -15,6 +21,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "choosing.md"
 TABLE = re.compile(
     r"(<!-- what each cannot do: [^\n]* -->\n).*?(<!-- end of what each cannot do -->)", re.DOTALL
 )
+DECISION = re.compile(r"(<!-- nnx choose: [^\n]* -->\n).*?(<!-- end of nnx choose -->)", re.DOTALL)
 FAMILIES = {
     "nnx-fsdp": "`fsdp_*`",
     "nnx-nnscaler": "`nnscaler*`",
@@ -80,9 +87,33 @@ def table() -> str:
     return "\n" + "\n".join(lines) + "\n\n"
 
 
-def test_the_table_of_what_each_cannot_do_is_what_they_declare() -> None:
+def decision() -> str:
+    """The questions of `nnx choose` as a list, and its choices as a table."""
+    lines = []
+    for number, question in enumerate(QUESTIONS, start=1):
+        lines += [f"{number}. **{question.text}** (`--{question.name}`)", ""]
+        lines += [f"    - `{word}`: {meaning}" for word, meaning in question.answers.items()] + [""]
+    lines += [
+        "The first row whose answers are yours decides:",
+        "",
+        "| answers | strategy | reason |",
+        "|---|---|---|",
+    ]
+    for choice in CHOICES:
+        when = ", ".join(f"{name} `{answer}`" for name, answer in choice.when.items())
+        more = f" with `{choice.extra or choice.trainer}`" if choice.extra or choice.trainer else ""
+        lines.append(f"| {when} | `{choice.strategy}`{more} | {choice.reason} |")
+    return "\n" + "\n".join(lines) + "\n\n"
+
+
+@pytest.mark.parametrize(
+    ("block", "written"), [(TABLE, table), (DECISION, decision)], ids=["limits", "choose"]
+)
+def test_a_block_of_the_page_is_what_the_code_says(
+    block: re.Pattern[str], written: Callable[[], str]
+) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    expected, found = TABLE.subn(lambda match: match[1] + table() + match[2], page)
+    expected, found = block.subn(lambda match: match[1] + written() + match[2], page)
     assert found == 1
     if os.environ.get("NNX_UPDATE_DOCS"):
         PAGE.write_text(expected, encoding="utf-8")

@@ -42,6 +42,8 @@ def made(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "page", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.full) for name in NAMES]
 )
 def test_every_block_of_a_page_runs(page: str, made: Path, pool: WorkerPool, tmp_path: Path) -> None:
+    for module in docs_table.NEEDS.get(page, ()):
+        pytest.importorskip(module, reason="see examples/requirements.txt")
     folder = tmp_path / "page"
     shutil.copytree(made, folder)
     pool.run(docs_jobs.run_page, page, str(folder), world_size=2, timeout=180)

@@ -18,6 +18,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from nnx_core.cli.choose import QUESTIONS
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:  # tomli is what pytest itself needs below 3.11
@@ -79,6 +81,14 @@ def test_ci_runs_the_very_command_by_which_the_readme_runs_the_tests_and_a_share
     script = (ROOT / ".ci/run").read_text().splitlines()
     assert tests in script
     assert any(line.endswith('-m full "$@"') for line in script[script.index(tests) :])
+
+
+def test_the_readme_is_short_and_asks_the_questions_of_nnx_choose_before_its_table_of_strategies():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    for page in (text, (ROOT / "docs/index.md").read_text()):
+        above = " ".join(page[: page.index("\n|")].split())
+        assert [question.text for question in QUESTIONS if question.text not in above] == []
 
 
 def test_ci_can_be_executed_and_stops_at_the_first_failure():

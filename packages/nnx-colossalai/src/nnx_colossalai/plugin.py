@@ -37,6 +37,7 @@ def _spec(name: str, description: str, use_when: str, **init_params: object) -> 
         use_when=use_when,
         docs_url="docs/backends/colossalai.md",
         capabilities=_CAPABILITIES,
+        option_of="colossalai" if init_params else "",
         init_params=init_params,
     )
 

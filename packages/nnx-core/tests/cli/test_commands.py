@@ -163,7 +163,7 @@ def test_lines_fit_a_terminal_and_names_stay_whole(nnx_command, monkeypatch, wid
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize(
-    "verb", ["", "list", "show", "search", "doctor", "new", "schema", "ckpt", "ckpt merge"]
+    "verb", ["", "list", "show", "search", "choose", "doctor", "new", "schema", "ckpt", "ckpt merge"]
 )
 def test_help_fits_a_terminal(nnx_command, monkeypatch, width, verb):
     monkeypatch.setenv("COLUMNS", str(width))
@@ -180,6 +180,26 @@ def test_a_list_is_one_line_for_each_strategy_under_its_package(nnx_command, mon
     (fsdp,) = [lines for title, *lines in groups if title.startswith("nnx-fsdp ")]
     assert [line.split()[0] for line in fsdp] == ["fsdp_auto", "fsdp_hybrid", "fsdp_manual", "fsdp_offload"]
     assert not any(line.endswith("\u2026") for line in fsdp)
+
+
+def test_a_list_folds_names_that_are_options_of_another_unless_it_is_asked_for_all(site, nnx_command):
+    spec = "StrategySpec('acme_{}', 'acme:A', description='does it'{})"
+    names = ", ".join(spec.format(name, more) for name, more in [
+        ("one", ""), ("two", ", option_of='acme_one'"), ("three", ", option_of='gone'"),
+    ])  # fmt: skip
+    site.add(
+        "acme",
+        f"from nnx import StrategySpec, hookimpl\n@hookimpl\ndef nnx_strategies():\n return [{names}]\n",
+    )
+    found = rows(nnx_command("list")[1])
+    assert found["acme_one"].endswith("does it (1 more with --all)")
+    assert "acme_two" not in found
+    assert found["acme_three"].endswith("does it")
+    everything = rows(nnx_command("list", "--all")[1])
+    assert everything["acme_one"].endswith("does it")
+    assert everything["acme_two"].endswith("does it")
+    entries = {entry["name"]: entry for entry in json.loads(nnx_command("list", "--json")[1])["strategies"]}
+    assert entries["acme_two"]["option_of"] == "acme_one"
 
 
 def test_show_as_json_has_the_options_and_remarks(acme, nnx_command):

@@ -8,6 +8,19 @@ from pathlib import Path
 import pytest
 
 VERBS = [["list"], ["list", "--all", "--json"], ["show", "fsdp_auto"], ["search", "fsdp"], ["doctor"]]
+CHOICE = [
+    "choose",
+    "--engine",
+    "no",
+    "--failures",
+    "no",
+    "--fit",
+    "all",
+    "--links",
+    "fast",
+    "--layers",
+    "blocks",
+]
 
 WITHOUT_TORCH = """
 import sys
@@ -22,7 +35,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+@pytest.mark.parametrize("verb", [*VERBS, CHOICE], ids=" ".join)
 def test_the_verb_never_imports_torch(run_python, verb):
     done = run_python(WITHOUT_TORCH, *verb)
     assert "fsdp_auto" in done.stdout

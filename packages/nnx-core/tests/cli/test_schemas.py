@@ -170,5 +170,5 @@ def test_a_schema_that_does_not_exist_is_wrong_usage() -> None:
     done = CliRunner().invoke(_application([]), ["schema", "weather"])
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith(
-        "error: there is no schema of 'weather'.\nremedy: Choose one of 'ckpt convert', "
+        "error: there is no schema of 'weather'.\nremedy: Choose one of 'choose', 'ckpt convert', "
     )

@@ -141,6 +141,20 @@ def test_a_module_with_weights_is_planned_and_said_so() -> None:
     assert all(map(torch.equal, before, module.parameters()))
 
 
+def test_a_step_may_call_its_index_otherwise_or_take_none() -> None:
+    class Otherwise(Stack):
+        def training_step(self, batch: Tensor, index: int) -> Tensor:  # type: ignore[override]
+            return self(batch).square().mean()
+
+    class Without(Stack):
+        def training_step(self, batch: Tensor) -> Tensor:  # type: ignore[override]
+            return self(batch).square().mean()
+
+    plans = [nnx.plan(kind, torch.zeros(16, 8), strategies=["ddp"]) for kind in (Stack, Otherwise, Without)]
+    assert {plan.source for plan in plans} == {"traced"}
+    assert plans[0]["ddp"].estimate == plans[1]["ddp"].estimate == plans[2]["ddp"].estimate
+
+
 def test_a_step_that_cannot_be_traced_names_its_line_and_falls_back_to_a_formula() -> None:
     found = nnx.plan(DependsOnData, torch.zeros(4, 8), strategies=["ddp"])
     assert found.source == "formula"

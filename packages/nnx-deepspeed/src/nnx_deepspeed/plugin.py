@@ -70,6 +70,7 @@ def _spec(
         use_when=use_when,
         docs_url="docs/backends/deepspeed.md",
         capabilities=capabilities,
+        option_of="nnx_deepspeed_3" if "offload_parameters" in init_params else "",
         init_params=init_params,
     )
 

@@ -26,6 +26,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command("list")(list_strategies)
     app.command("show")(show_strategy)
     app.command("search")(search_strategies)
+    app.command("choose")(choose_strategy)
     app.command("doctor")(check_installation)
     anything = {"allow_extra_args": True, "ignore_unknown_options": True}
     app.command("conformance", context_settings=anything)(ask_for_conformance)
@@ -58,7 +59,8 @@ def complete_strategy(incomplete: str) -> list[str]:
 
 def list_strategies(
     everything: Annotated[
-        bool, typer.Option("--all", help="Also what could be installed, and removed names.")
+        bool,
+        typer.Option("--all", help="Also options of others, what could be installed, and removed names."),
     ] = False,
     as_json: _Json = False,
 ) -> None:
@@ -92,6 +94,33 @@ def search_strategies(
 
     with looking_from_outside():
         raise typer.Exit(run_search(words, as_json=as_json))
+
+
+def choose_strategy(
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="It depends on: no, deepspeed or fairscale.")
+    ] = None,
+    failures: Annotated[
+        str | None, typer.Option("--failures", help="Machines fail, join or leave: no or yes.")
+    ] = None,
+    fit: Annotated[
+        str | None, typer.Option("--fit", help="The model fits on one device, all of them, or with the host.")
+    ] = None,
+    links: Annotated[
+        str | None, typer.Option("--links", help="Links are fast, slow between nodes, or slow.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option("--layers", help="Layers are blocks, other, or large.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Choose a strategy by at most five questions; those without an option are asked."""
+    from nnx_core.cli.choose import run
+    from nnx_core.names.plugin_processes import looking_from_outside
+
+    given = {"engine": engine, "failures": failures, "fit": fit, "links": links, "layers": layers}
+    with looking_from_outside():
+        raise typer.Exit(run(given, as_json=as_json))
 
 
 def check_installation(

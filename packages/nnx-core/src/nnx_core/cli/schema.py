@@ -23,6 +23,7 @@ from nnx_core.errors import OptionError
 
 _CHECKPOINTS = "nnx_checkpoint.cli"
 _COMMANDS = {
+    "choose": ("[--fit one ...] --json", "nnx_core.cli.choose:Chosen"),
     "ckpt convert": ("SRC DST --json", f"{_CHECKPOINTS}.files:Written"),
     "ckpt diff": (
         "LEFT RIGHT --json; exit code 1 where same is false",
@@ -61,7 +62,7 @@ def documented() -> list[str]:
 
     Example:
         >>> documented()[:2]
-        ['ckpt convert', 'ckpt diff']
+        ['choose', 'ckpt convert']
     """
     return [
         name

@@ -49,6 +49,7 @@ class Registered(TypedDict):
         provided_by: The distribution with its version, or this process.
         target: The class as ``pkg.module:Class``.
         init_params: Keyword arguments that the target always gets.
+        option_of: The strategy of which this name is only an option, or empty.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Registered(TypedDict):
     docs_url: str
     capabilities: Capabilities
     api_version: tuple[int, int]
+    option_of: str
 
 
 class Usable(Registered):
@@ -191,22 +193,35 @@ class Listing(TypedDict):
 
 
 def run_list(*, everything: bool, as_json: bool) -> int:
-    """Print the usable strategies, or all with `everything`, and a note about broken plugins."""
+    """Print the usable strategies, or all with `everything`, and a note about broken plugins.
+
+    Without `everything` the text leaves out names that are options of another; JSON has them always.
+    """
     rows = entries(everything=everything)
     if as_json:
         problems = [problem.as_dict() for problem in inventory().problems]
         print_json({"strategies": rows, "problems": problems})
         return 0
+    folded = {} if everything else _folded(rows)
+    rows = [row for row in rows if row["name"] not in folded]
     if rows:
         width = max(len(row["name"]) for row in rows)
         for title, group in _by_package(rows).items():
             print_text(f"\n{title}" if title != _title(rows[0]) else title)
             for row in group:
-                print_line(f"  {row['name']:{width}}  {row['description']}")
+                more = list(folded.values()).count(row["name"])
+                note = f" ({more} more with --all)" if more else ""
+                print_line(f"  {row['name']:{width}}  {row['description']}{note}")
     else:
         print_note("No strategy is installed. `nnx list --all` shows what could be.")
     note_problems()
     return 0
+
+
+def _folded(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return the names that are options of another name in the rows, with that name."""
+    names = {row["name"] for row in rows}
+    return {row["name"]: row["option_of"] for row in rows if row["option_of"] in names}
 
 
 def _by_package(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -145,6 +145,7 @@ class StrategySpec:
         options: ``"pkg.module:Dataclass"`` of its options, in a module that does not import torch.
         checkpoint_io: A Lightning CheckpointIO, or a callable without arguments that makes one, to be
             used in place of the strategy's own.
+        option_of: The strategy of which this name is only an option; `nnx list` then shows it with ``--all``.
         memory: ``"pkg.module:Class"`` of the `nnx_core.planning.replay.Replay` that predicts a rank's memory.
 
     Example:
@@ -163,6 +164,7 @@ class StrategySpec:
     options: str = field(default="", kw_only=True)
     checkpoint_io: Any = field(default=None, kw_only=True, hash=False)
     memory: str = field(default="", kw_only=True)
+    option_of: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -172,6 +174,8 @@ class StrategySpec:
             check_reference(self.options, name=self.name, what="options")
         if self.memory:
             check_reference(self.memory, name=self.name, what="memory")
+        if self.option_of:
+            check_name(self.option_of)
         check_version(self.api_version, name=self.name)
         if not isinstance(self.capabilities, Capabilities):
             raise PluginError(
@@ -206,6 +210,7 @@ class StrategySpec:
             "capabilities": self.capabilities.as_dict(),
             "api_version": list(self.api_version),
             "options": self.options,
+            "option_of": self.option_of,
         }
 
 

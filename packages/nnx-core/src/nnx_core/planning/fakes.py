@@ -159,11 +159,11 @@ def scaled_batch(batch: Any, factor: int) -> Any:
 def loss_of(module: nn.Module) -> Callable[[Any], Tensor]:
     """Return the function from a batch to the loss: ``training_step``, or the forward's own loss."""
     step = getattr(module, "training_step", None)
-    return partial(_loss, partial(_stepped, step) if callable(step) else partial(_called, module))
+    return partial(_loss, partial(_first_step, step) if callable(step) else partial(_called, module))
 
 
-def _stepped(step: Callable[..., Any], batch: Any) -> Any:
-    """Call a training_step as Trainer does: with the index of the batch if it takes one."""
+def _first_step(step: Callable[..., Any], batch: Any) -> Any:
+    """Call ``training_step`` as Lightning does: with the index by position, if it takes one."""
     return step(batch, 0) if len(inspect.signature(step).parameters) > 1 else step(batch)
 
 
