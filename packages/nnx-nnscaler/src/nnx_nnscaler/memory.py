@@ -197,13 +197,29 @@ class SplitMemory(Replay):
 
 
 class StageMemory(SplitMemory):
-    """A rank of a pipeline of equal stages, by formula: its layers' weights and activations of the batch."""
+    """A rank of a pipeline of equal stages, by formula: its layers' weights, and activations by schedule.
+
+    GPipe keeps the activations of the complete batch, other schedules of as many microbatches as there are
+    ranks along the pipe.
+    """
 
     shares_activations = True
 
     @cached_property
     def _ranks(self) -> int:
-        return min(self.world.size, max(len(repeated_layers(self.trace.module)), 1))
+        ranks = self.options.get("plan_ngpus") or self.world.size
+        return min(ranks, max(len(repeated_layers(self.trace.module)), 1))
+
+    @override
+    def make(self, nbytes: int) -> int:
+        return super().make(nbytes) * self._kept[0] // self._kept[1]
+
+    @cached_property
+    def _kept(self) -> tuple[int, int]:
+        """The microbatches whose activations a rank keeps, and all microbatches."""
+        count = self.options.get("pipeline_nmicros") or 1
+        is_all = (self.options.get("pipeline_scheduler") or "gpipe") == "gpipe"
+        return (count if is_all else min(self._ranks, count)), count
 
 
 def _limit(options: Mapping[str, Any]) -> int:
