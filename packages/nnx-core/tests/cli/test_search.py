@@ -151,7 +151,7 @@ def test_names_of_the_past_come_last_unless_one_was_asked_for(search: Search) ->
     def statuses(*words: str) -> list[str]:
         return [result["status"] for result in json.loads(search(*words, "--json")[1])["results"]]
 
-    past = [status == "historical" for status in statuses("offload")]
+    past = [status == "historical" for status in statuses("pipeline")]
     assert 0 < sum(past) < len(past)
     assert past == sorted(past)
     assert statuses("ddp_sharded")[0] == "historical"

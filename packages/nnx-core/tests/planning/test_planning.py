@@ -316,3 +316,9 @@ def test_a_script_is_planned_at_its_fit(tmp_path: Path, capsys: pytest.CaptureFi
     script.write_text("pass\n")
     with pytest.raises(OptionError, match=r"ended without `Trainer\.fit`"):
         run("", script=script)
+
+
+def test_a_plan_leaves_no_hook_on_all_modules() -> None:
+    nnx.plan(Stack(), torch.zeros(4, 8), devices=2, strategies=["ddp"])
+    left = {name: hooks for name, hooks in vars(nn.modules.module).items() if name.startswith("_global_f")}
+    assert len(left) > 3 and not any(left.values())

@@ -64,7 +64,7 @@ class Recorder(TorchDispatchMode):
                     hook = parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
                     stack.callback(hook.remove)
             before = register_module_forward_pre_hook(self._enter)
-            after = register_module_forward_hook(self._leave, with_kwargs=True)
+            after = register_module_forward_hook(self._leave)
             stack.callback(before.remove)
             stack.callback(after.remove)
             stack.enter_context(saved_tensors_hooks(self._save, _restore))
@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):
             self.events.append(Event(Kind.ENTER, name))
             self._on_gradient(args, Event(Kind.LEAVE_BACKWARD, name))
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self._names.get(module)
         if name is not None:
             self.events.append(Event(Kind.LEAVE, name))

@@ -153,8 +153,8 @@ class Replay:
         """Fill parameters and optimizer state, tensor by tensor, before the first gradient exists."""
         for kind in ("gradients", "activations"):
             self.memory.add(kind, -self.memory.device[kind])
-        sizes = [*map(self.stored, self.trace.parameters.values()), *map(self.stored_state, self.trained)]
-        self.memory.add_briefly("temporary", max(sizes, default=0))
+        largest = max(map(self.stored, self.trace.parameters.values()), default=0)
+        self.memory.add_briefly("temporary", largest)
 
     def copy_by_gloo(self, nbytes: int) -> None:
         """Count the copy that gloo makes of a collective's tensor (on CPU)."""
