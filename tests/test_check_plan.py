@@ -6,8 +6,10 @@ import re
 
 import pytest
 
+import nnx
 from jobs.check_plan_jobs import fit
 from nnx_conformance.pool import WorkerPool
+from nnx_core.errors import OptionError
 
 LINE = re.compile(r"plan: (\w+) +predicted +([\d.]+) MiB, measured +([\d.]+) MiB \(([+-][\d.]+) %\)")
 
@@ -37,3 +39,8 @@ def test_a_step_that_cannot_be_traced_trains_and_says_so(pool: WorkerPool) -> No
     ((lines, losses),) = pool.run(fit, "fsdp_auto", 1, True, 4, True, world_size=1)
     assert any("the step could not be traced" in line for line in lines)
     assert len(losses) == 4
+
+
+def test_fabric_is_refused() -> None:
+    with pytest.raises(OptionError, match="check_plan=True needs a Trainer"):
+        nnx.strategy("fsdp_auto", check_plan=True, namespace="lightning.fabric")

@@ -86,6 +86,11 @@ class FabricAdapter(ParallelProcesses):
                 f"memory_checkpoint={self.common.memory_checkpoint} needs a Trainer, whose state nnx knows.",
                 remedy="Leave it out under Fabric, and save with async_save=True.",
             )
+        if self.common.check_plan:
+            raise OptionError(
+                "check_plan=True needs a Trainer, whose steps nnx knows.",
+                remedy="Leave it out under Fabric, and call nnx.plan(model, batch).",
+            )
 
     @property
     def _backward_sync_control(self) -> _SyncControl:
