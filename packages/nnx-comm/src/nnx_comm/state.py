@@ -134,11 +134,11 @@ def _row(tensor: Tensor, rank: int, ranks: int) -> Shard:
 
 
 def _read(value: StoredName | Tensor) -> Tensor:
-    return value.stored.read(value.key) if isinstance(value, StoredName) else value.clone()
+    return value.read() if isinstance(value, StoredName) else value.clone()
 
 
 def _read_row(value: StoredName | Tensor, row: int) -> Tensor:
     if isinstance(value, Tensor):
         return value[row].clone()
     box = Box((row, *(0 for _ in value.shape[1:])), (1, *value.shape[1:]))
-    return torch.squeeze(value.stored.read(value.key, box), 0)
+    return torch.squeeze(value.read(box), 0)

@@ -233,5 +233,5 @@ class HivemindBackend(Backend[HivemindOptions]):
         peer.epoch = 0
         super().load_optimizer_state(module, optimizer, saved)
         epoch = saved["state"].get(_STATE, {}).get("epoch", torch.tensor(0))
-        value = epoch.stored.read(epoch.key) if isinstance(epoch, StoredName) else epoch
+        value = epoch.read() if isinstance(epoch, StoredName) else epoch
         peer.epoch = int(value)

@@ -214,6 +214,19 @@ def state_to_write(
     return state, rest
 
 
+def items_to_write(
+    checkpoint: Described, parameter_names: ParameterNames | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return `state_to_write` under ``model``, and ``optimizer`` or ``optimizer_0``, ``optimizer_1``, ..."""
+    several = len(stored_optimizer_states(checkpoint) or ()) > 1
+    return state_to_write(
+        checkpoint,
+        model_key="model",
+        optimizer_key="optimizer_{}" if several else "optimizer",
+        parameter_names=parameter_names,
+    )
+
+
 def _renamed(states: Sequence[OptimizerState], names: ParameterNames) -> list[OptimizerState]:
     counts = [sum(len(group["params"]) for group in state["param_groups"]) for state in states]
     if [len(of_one) for of_one in names] != counts:
@@ -426,13 +439,7 @@ class DcpDirectory(CheckpointFormat):
         """
         self.refuse_options(options)
         described = Described(checkpoint)
-        several = len(stored_optimizer_states(described) or ()) > 1
-        state, beside = state_to_write(
-            described,
-            model_key="model",
-            optimizer_key="optimizer_{}" if several else "optimizer",
-            parameter_names=parameter_names,
-        )
+        state, beside = items_to_write(described, parameter_names)
         with new_directory(path) as directory:
             write_dcp_files(directory, described, state, objects=(TRAINER, beside), progress=progress)
 

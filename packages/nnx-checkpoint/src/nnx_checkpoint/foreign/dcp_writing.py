@@ -108,9 +108,7 @@ class _Planner(DefaultSavePlanner):
 
     @override
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        whole = map_tree(
-            object, lambda v: v.source.stored.read(v.source.key) if isinstance(v, _StoredHandle) else v
-        )
+        whole = map_tree(object, lambda v: v.source.read() if isinstance(v, _StoredHandle) else v)
         try:
             return super().transform_object(write_item, whole)
         except Exception as error:  # the object's own methods may raise anything

@@ -25,9 +25,8 @@ from nnx_checkpoint.foreign.safetensors import (
     add_stored,
     add_training_state,
     located,
-    require_complete,
+    read_headers,
 )
-from nnx_checkpoint.foreign.safetensors_header import read_header
 from nnx_checkpoint.foreign.safetensors_writing import (
     INDEX,
     MODEL,
@@ -80,9 +79,7 @@ class HuggingFaceDirectory(CheckpointFormat):
         place = Path(path)
         config = read_config(place)
         _refuse_partial(place)
-        files, index, _ = located(place)
-        headers = {file: read_header(file) for file in files}
-        require_complete(place, index, headers)
+        headers, _ = read_headers(place)
         metadata = {key: value for header in headers.values() for key, value in header.metadata.items()}
         contents = Contents(place, self.name)
         contents.objects["extra"] = {}

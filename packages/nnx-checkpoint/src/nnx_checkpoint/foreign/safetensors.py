@@ -55,9 +55,7 @@ class SafetensorsFiles(CheckpointFormat):
     def open(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> ForeignCheckpoint:
         place = Path(path)
         contents = Contents(place, self.name)
-        files, index, metadata = located(place)
-        headers = {file: read_header(file) for file in files}
-        require_complete(place, index, headers)
+        headers, metadata = read_headers(place)
         for header in headers.values():
             metadata |= header.metadata
         prefix = f"{MODEL}{metadata.get(PREFIX_KEY, '')}"
@@ -160,7 +158,19 @@ def located(place: Path) -> tuple[list[Path], Mapping[str, str], dict[str, str]]
     return [place / name for name in names], weight_map, metadata
 
 
-def require_complete(place: Path, index: Mapping[str, str], headers: Mapping[Path, Header]) -> None:
+def read_headers(place: Path) -> tuple[dict[Path, Header], dict[str, str]]:
+    """Return the header of each file with weights, and the index's metadata.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or lacks a tensor of the index.
+    """
+    files, index, metadata = located(place)
+    headers = {file: read_header(file) for file in files}
+    _require_complete(place, index, headers)
+    return headers, metadata
+
+
+def _require_complete(place: Path, index: Mapping[str, str], headers: Mapping[Path, Header]) -> None:
     """Raise if a file lacks a tensor that the index lists there."""
     there = {file.name: {tensor.name for tensor in header.tensors} for file, header in headers.items()}
     for tensor, file in index.items():

@@ -31,13 +31,13 @@ from nnx_checkpoint.foreign.dcp_directory import (
     holds_tensors_only,
     interpret,
     is_optimizer,
-    state_to_write,
+    items_to_write,
 )
 from nnx_checkpoint.foreign.dcp_state_dict import OURS, TRAINER, add_parts, is_ours, restore_ours
 from nnx_checkpoint.foreign.safetensors_header import read_header
 from nnx_checkpoint.format.index import Piece
 from nnx_checkpoint.reading.formats import CheckpointFormat, Progress
-from nnx_checkpoint.reading.naming import Described, StoredName, stored_optimizer_states
+from nnx_checkpoint.reading.naming import Described, StoredName
 from nnx_checkpoint.reading.reader import Checkpoint
 from nnx_checkpoint.reading.slabs import new_directory, read_in_order
 from nnx_checkpoint.storage.files import explained
@@ -115,13 +115,7 @@ class TorchCheckpointing(CheckpointFormat):
                 remedy="Run `pip install torch_checkpointing`, or choose another format.",
             )
         described = Described(checkpoint)
-        several = len(stored_optimizer_states(described) or ()) > 1
-        state, beside = state_to_write(
-            described,
-            model_key="model",
-            optimizer_key="optimizer_{}" if several else "optimizer",
-            parameter_names=parameter_names,
-        )
+        state, beside = items_to_write(described, parameter_names)
         with new_directory(path) as directory:
             (mapped := directory / "tensors").mkdir()
             with explained("write", directory):

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from nnx_base.box import Box
 from nnx_base.errors import CheckpointError
 from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.format.index import TensorEntry
@@ -272,6 +273,10 @@ class StoredName:
     def dtype(self) -> torch.dtype:
         """The dtype it is stored in."""
         return self.stored.tensors[self.key].dtype
+
+    def read(self, box: Box | None = None) -> Tensor:
+        """Read the tensor, or a part of it, into CPU memory."""
+        return self.stored.read(self.key, box)
 
     @property
     def parameter_dtype(self) -> torch.dtype | None:

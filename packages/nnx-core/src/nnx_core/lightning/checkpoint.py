@@ -269,7 +269,7 @@ def read_optimizer_state(state: Mapping[str, Any]) -> OptimizerState:
     def read(value: Any) -> Any:
         if not isinstance(value, StoredName):
             return value
-        return value.stored.read(value.key)
+        return value.read()
 
     entries = {
         name: {key: read(value) for key, value in values.items()} for name, values in state["state"].items()
