@@ -159,7 +159,7 @@ def test_tied_weights_that_are_stored_twice_must_be_equal(value: float, tmp_path
     assert torch.equal(logits(loaded), logits(model))
 
 
-# What is refused before anything is written.
+# Refusals before anything is written.
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 import nnx_checkpoint
 from nnx_checkpoint.storage.files import FileReader
+from nnx_test_helpers.live_bytes import LiveBytes
 from nnx_test_helpers.training import Run, make_trainer
 
 _SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24}
@@ -126,29 +124,6 @@ class _Under(nn.Module):
 
     def forward(self, tokens: Tensor) -> Any:
         return self.net(tokens)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the most bytes that tensors made while it is entered hold at the same time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in known:
-                storage = tensor.untyped_storage()
-                known.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._freed, storage.nbytes())
-        return result
-
-    def _freed(self, nbytes: int) -> None:
-        self.now -= nbytes
 
 
 def memory_of_reading(path: str, options: dict[str, Any], dim: int) -> dict[str, Any]:

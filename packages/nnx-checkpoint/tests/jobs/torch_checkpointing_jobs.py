@@ -63,6 +63,17 @@ def sharded(kind: str) -> nn.Module:
     return made
 
 
+def full_tensors(model: dict[str, Any], state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model and its optimizer under nnx's names, unsharded."""
+    tensors = {f"model.{name}": value for name, value in model.items()}
+    for name, entries in state["state"].items():
+        tensors |= {f"optim.0.state.{name}.{key}": value for key, value in entries.items()}
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in tensors.items()
+    }
+
+
 def save(path: str, kind: str, resharded: bool = True) -> dict[str, torch.Tensor]:
     """Train for a step and save with the library; return the full tensors."""
     init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))  # also the process group
@@ -77,13 +88,7 @@ def save(path: str, kind: str, resharded: bool = True) -> dict[str, torch.Tensor
     saver.save(path, items)
     saver.close()
     dist.barrier()
-    tensors = {f"model.{name}": value for name, value in model.items()}
-    for name, entries in state["state"].items():
-        tensors |= {f"optim.0.state.{name}.{key}": value for key, value in entries.items()}
-    return {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in tensors.items()
-    }
+    return full_tensors(model, state)
 
 
 def load(path: str) -> dict[str, torch.Tensor]:
@@ -96,10 +101,4 @@ def load(path: str) -> dict[str, torch.Tensor]:
     reader = manager("model", "optimizer")
     reader.load(path, {"model": model, "optimizer": {"state": state["state"]}})
     reader.close()
-    tensors = {f"model.{name}": value for name, value in model.items()}
-    for name, entries in state["state"].items():
-        tensors |= {f"optim.0.state.{name}.{key}": value for key, value in entries.items()}
-    return {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in tensors.items()
-    }
+    return full_tensors(model, state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +13,6 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 import nnx
@@ -25,6 +22,7 @@ from nnx_core.parts_backend import stepping
 from nnx_core.view.guard import local_mode
 from nnx_nnscaler.pipeline.turns import Turns
 from nnx_nnscaler.plan.pipeline_plan import pipeline_plan_from_text
+from nnx_test_helpers.live_bytes import LiveBytes
 
 _QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -439,29 +437,6 @@ def _error(module: LightningModule, folder: str) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the most bytes that tensors made while it is entered hold at the same time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in before:
-                storage = tensor.untyped_storage()
-                before.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._freed, storage.nbytes())
-        return result
-
-    def _freed(self, nbytes: int) -> None:
-        self.now -= nbytes
 
 
 class Wide(LightningModule):
