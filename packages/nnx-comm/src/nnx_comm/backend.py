@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,6 +16,7 @@ from nnx_comm.state import add_state, load_state
 from nnx_core.backend import Backend, OptionsT, ParallelContext, Sample
 from nnx_core.errors import DisagreementError
 from nnx_core.optimizers.gradients import refuse_sparse_layers
+from nnx_core.options import values_of
 from nnx_core.view.modules import broadcast_module, move_to
 
 __all__ = ["SlowLinkBackend"]
@@ -62,8 +62,7 @@ class SlowLinkBackend(Backend[OptionsT]):
         if self.is_alone:
             log.warning("There is one rank: it trains as one process, and exchanges nothing")
             return
-        own = {item.name: getattr(self.options, item.name) for item in fields(self.options)}  # type: ignore[arg-type]
-        everyones = all_gather_object(own, control_group())
+        everyones = all_gather_object(values_of(self.options), control_group())
         for name, value in everyones[0].items():
             odd = [rank for rank, theirs in enumerate(everyones) if theirs[name] != value]
             if odd:

@@ -17,49 +17,46 @@ class GradientMemory(Replay):
     @override
     def begin(self) -> None:
         super().begin()
-        self.memory.add("communication", sum(map(self.stored_gradient, self.trained)))
+        self.memory.add("communication", self.gradients)
 
     @override
     def end_backward(self) -> None:
-        gradients = sum(map(self.stored_gradient, self.trained))
-        is_int8 = self.options.get("algorithm") == "bytegrad" or self.options.get("codec") == "int8"
-        if (
-            is_int8
-        ):  # the sum with the errors, its chunks as bytes and as numbers again, measured on two ranks
-            self.memory.add_briefly("communication", 5 * gradients)
+        if self.options.get("algorithm") == "bytegrad" or self.options.get("codec") == "int8":
+            # The sum with the errors, its chunks as bytes and as numbers again: measured on two ranks.
+            self.memory.add_briefly("communication", 5 * self.gradients)
         else:
-            self.copy_by_gloo(gradients)
+            self.copy_by_gloo(self.gradients)
 
 
 class WeightMemory(Replay):
     """A rank that averages weights after a step: a buffer as large as they are, from the first average on."""
 
     bar = 0.2
+    buffers = 1
+    """The tensors of each weight's size that stay between two steps."""
+
+    @property
+    def weights(self) -> int:
+        """The bytes of all trained weights on this rank."""
+        return sum(map(self.stored, self.trained))
 
     @override
     def begin(self) -> None:
         super().begin()
-        self.memory.add("communication", self.kept())
-
-    def kept(self) -> int:
-        """Return the bytes that stay between two steps."""
-        return sum(map(self.stored, self.trained))
+        self.memory.add("communication", self.buffers * self.weights)
 
     @override
     def end_step(self) -> None:
-        self.copy_by_gloo(sum(map(self.stored, self.trained)))
+        self.copy_by_gloo(self.weights)
 
 
 class DiLoCoMemory(WeightMemory):
     """A rank of DiLoCo: outer weights, their momentum, and the buffer; an exchange takes the changes, too."""
 
-    @override
-    def kept(self) -> int:
-        return 3 * super().kept()
+    buffers = 3
 
     @override
     def end_step(self) -> None:
-        changes = sum(map(self.stored, self.trained))
-        self.memory.add("temporary", changes)
+        self.memory.add("temporary", self.weights)
         super().end_step()
-        self.memory.add("temporary", -changes)
+        self.memory.add("temporary", -self.weights)

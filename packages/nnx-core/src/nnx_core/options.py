@@ -17,7 +17,15 @@ from typing import Any, Literal
 
 from nnx_core.errors import OptionError
 
-__all__ = ["CommonOptions", "bytes_of", "check_choice", "check_options", "option", "split_options"]
+__all__ = [
+    "CommonOptions",
+    "bytes_of",
+    "check_choice",
+    "check_options",
+    "option",
+    "split_options",
+    "values_of",
+]
 
 StateDictType = Literal["sharded", "deduped"]
 GatherAtEnd = Literal["all", "rank0", "none"]
@@ -149,6 +157,16 @@ def check_interval(memory_checkpoint: int | None) -> None:
     raise OptionError(
         f"memory_checkpoint={memory_checkpoint!r} is not a positive number of steps.", remedy="Pass, say, 5."
     )
+
+
+def values_of(options: Any) -> dict[str, Any]:
+    """Return the values of an options dataclass by name, as they are.
+
+    Example:
+        >>> values_of(CommonOptions())["timeout"]
+        1800.0
+    """
+    return {item.name: getattr(options, item.name) for item in fields(options)}
 
 
 def check_options(options: Any) -> None:

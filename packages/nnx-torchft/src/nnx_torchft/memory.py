@@ -27,7 +27,7 @@ class ElasticMemory(Replay):
     @override
     def step(self) -> None:
         flags = sum(parameter.nbytes // max(parameter.numel, 1) for parameter in self.trained)
-        sums = sum(map(self.stored_gradient, self.trained)) + flags
+        sums = self.gradients + flags
         self.memory.add("communication", sums)
         self.copy_by_gloo(sums)
         self.memory.add("communication", -sums)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -274,19 +273,11 @@ class _Search:
     def nothing_fits(self) -> PlanError:
         """Return the error that no candidate fits."""
         device = self.resources.device_bytes
-        bounds = sorted((self.memory.least_device_peak(one), at) for at, one in enumerate(self.candidates))
-        fitting: list[Choice] = []
-        least, lowest = self.candidates[0], math.inf
-        for bound, at in bounds:
-            if bound > device and bound >= lowest:
-                break
-            peak = self.memory.device_peak(self.candidates[at])
-            if peak <= device:
-                fitting.append(self.candidates[at])
-            if peak < lowest:
-                least, lowest = self.candidates[at], peak
-        if fitting:
-            least = min(fitting, key=self.memory.host_peak)
+        peaks = [self.memory.device_peak(one) for one in self.candidates]
+        fitting = [one for one, peak in zip(self.candidates, peaks, strict=True) if peak <= device]
+        least = (
+            min(fitting, key=self.memory.host_peak) if fitting else self.candidates[peaks.index(min(peaks))]
+        )
         costs = self.memory.memory(least)
         if self.constraints.given:
             free = _Search(self.spec, self.resources, Constraints(overlapped=self.constraints.overlapped))

@@ -7,7 +7,6 @@ passes the third one, `nnx.compare_ranks`.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -30,6 +29,7 @@ from nnx_core.lightning.checkpoint import (
     exists,
     innermost_checkpoint_io,
 )
+from nnx_core.lightning.compat import make_callback
 from nnx_core.lightning.memory import attach, request_of
 from nnx_core.lightning.namespaces import trainer_tree
 from nnx_core.lightning.processes import ParallelProcesses
@@ -37,12 +37,6 @@ from nnx_core.lightning.resume.resume import ExactResume
 from nnx_core.optimizers.gradients import Gradient, gradients_of
 
 __all__ = ["callbacks", "compare_ranks"]
-
-
-def _make(mixin: type, root: str, *args: Any) -> Any:
-    """Make a callback of a mixin's class for one tree of Lightning."""
-    base = importlib.import_module(f"{root}.callbacks").Callback
-    return type(f"Nnx{mixin.__name__}", (mixin, base), {"root": root})(*args)
 
 
 # nnx's strategies call `ExactResume` in two hooks, which do nothing in Lightning's strategies. The callback
@@ -64,8 +58,8 @@ class ResumeCallback:
     _has_compared = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a call of `_make`, because the class is made at run time."""
-        return (_make, (ResumeCallback, self.root))
+        """Pickle as a call of `make_callback`, because the class is made at run time."""
+        return (make_callback, (ResumeCallback, self.root))
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Set the hooks for a fit with an `nnx.CheckpointIO` and a strategy of Lightning."""
@@ -149,8 +143,8 @@ class ParameterNames:
     root: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a call of `_make`, because the class is made at run time."""
-        return (_make, (ParameterNames, self.root))
+        """Pickle as a call of `make_callback`, because the class is made at run time."""
+        return (make_callback, (ParameterNames, self.root))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add parameter names to every optimizer state with numbers."""
@@ -188,7 +182,7 @@ def mirror_callbacks() -> list[Any]:
 
 
 def _callbacks(root: str) -> list[Any]:
-    return [_make(ParameterNames, root), _make(ResumeCallback, root)] if exists() else []
+    return [make_callback(ParameterNames, root), make_callback(ResumeCallback, root)] if exists() else []
 
 
 class _AsItIs(Backend[NoOptions]):
@@ -225,8 +219,8 @@ class RankComparison:
         self._steps = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a call of `_make`, because the class is made at run time."""
-        return (_make, (RankComparison, self.root, self.every))
+        """Pickle as a call of `make_callback`, because the class is made at run time."""
+        return (make_callback, (RankComparison, self.root, self.every))
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Start counting steps."""
@@ -257,4 +251,4 @@ def compare_ranks(*, every: int = 100) -> Any:
     """
     if every < 1:
         raise OptionError(f"every={every!r} is not a number of steps.", remedy="Pass, say, 100.")
-    return _make(RankComparison, trainer_tree(), every)
+    return make_callback(RankComparison, trainer_tree(), every)

@@ -253,6 +253,18 @@ def average_of(callback: Any) -> nn.Module | None:
     return average if isinstance(average, nn.Module) else None
 
 
+def make_callback(mixin: type, root: str, *args: Any) -> Any:
+    """Make a callback of a mixin's class for one tree of Lightning.
+
+    Args:
+        mixin: A class with hooks of a callback.
+        root: The root of the tree, such as ``"lightning.pytorch"``; an attribute of the callback.
+        *args: Arguments of the mixin.
+    """
+    base = importlib.import_module(f"{root}.callbacks").Callback
+    return type(f"Nnx{mixin.__name__}", (mixin, base), {"root": root})(*args)
+
+
 def copies_only(root: str, callback: Any) -> bool:
     """Return True if an averaging callback only copies the model in ``setup``.
 

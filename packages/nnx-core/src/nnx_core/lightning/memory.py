@@ -7,7 +7,6 @@ of the copies and the user's checkpoint replaces the latter.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +20,7 @@ from nnx_checkpoint.memory.copying import STEP
 from nnx_checkpoint.reading.naming import Saved
 from nnx_checkpoint.writing.request import SaveRequest
 from nnx_core.errors import NnxError, OptionError
-from nnx_core.lightning.compat import choose_checkpoint, dump_checkpoint
+from nnx_core.lightning.compat import choose_checkpoint, dump_checkpoint, make_callback
 
 __all__ = ["attach", "close_finished"]
 
@@ -53,8 +52,7 @@ def attach(
             remedy="Start with `nnx run`, give torchrun --standalone or --rdzv-id=NAME, or set NNX_RUN_ID.",
         )
     trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, MemoryCopies)]
-    base = importlib.import_module(f"{root}.callbacks").Callback
-    made = type("NnxMemoryCopies", (MemoryCopies, base), {})(Copies(directory, run), every, request)
+    made = make_callback(MemoryCopies, root, Copies(directory, run), every, request)
     trainer.callbacks.append(made)  # the last one: the others' state of the step is in the copy
     choose_checkpoint(trainer, made.choose)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from nnx_base.ranks import control_group, together
+from nnx_core.lightning.compat import make_callback
 from nnx_core.lightning.processes import ParallelProcesses
 from nnx_core.lightning.sample import TrainerSample
+from nnx_core.options import values_of
 from nnx_core.planning.estimate import Estimate, World
 from nnx_core.planning.measured import Measured, Meter, meter_of
 from nnx_core.planning.model import Model
@@ -43,21 +43,20 @@ def attach_check(strategy: ParallelProcesses, trainer: Any, module: nn.Module, s
     with together(control_group(), doing="predicting the memory"):
         if not strategy.is_global_zero:
             return
-        device, options = strategy.root_device, strategy.backend.options
+        device = strategy.root_device
         world = World(size=strategy.world_size, nodes=trainer.num_nodes, accelerator=device.type)
         model = Model(
             module,
             sample.first_batch(),
             precision=str(trainer.precision_plugin.precision),
             accelerator=device.type,
-            options={item.name: getattr(options, item.name) for item in fields(options)},
+            options=values_of(strategy.backend.options),
         )
         estimate = _predict(strategy.name, model, world)
     if estimate is not None:
         meter = meter_of(device, [*module.parameters(), *module.buffers()])
-        base = importlib.import_module(f"{strategy.root}.callbacks").Callback
-        made = type("NnxPlanCheck", (PlanCheck, base), {})(meter, partial(_log_truth, estimate))
-        trainer.callbacks.append(made)
+        report = partial(_log_truth, estimate)
+        trainer.callbacks.append(make_callback(PlanCheck, strategy.root, meter, report))
 
 
 def _predict(name: str, model: Model, world: World) -> Estimate | None:
@@ -71,8 +70,9 @@ def _predict(name: str, model: Model, world: World) -> Estimate | None:
         log.warning("plan: no prediction: the plugin of %s has no estimator", name)
         return None
     worst = found.worst
-    kind = max(worst.kinds, key=lambda kind: worst.kinds[kind])
-    log.info("plan: predicted peak %s a rank, in the %s (%s)", size_text(found.peak), worst.name, kind)
+    log.info(
+        "plan: predicted peak %s a rank, in the %s (%s)", size_text(found.peak), worst.name, worst.largest
+    )
     for note in (*model.trace().notes, *found.notes):
         log.info("plan: %s", note)
     return found

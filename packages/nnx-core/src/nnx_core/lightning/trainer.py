@@ -268,9 +268,9 @@ class TrainerAdapter(ParallelProcesses):
             refuse_layers(module, shares=self.backend.data_parallel_rank_and_size[1])
         sample = TrainerSample(trainer, module)
         if fitting and self.common.check_plan:
-            importlib.import_module("nnx_core.lightning.plan_check").attach_check(
-                self, trainer, module, sample
-            )
+            from nnx_core.lightning.plan_check import attach_check
+
+            attach_check(self, trainer, module, sample)
         replaced = self.backend.parallelize(module, sample)
         if fitting:
             self._final_states.clear()

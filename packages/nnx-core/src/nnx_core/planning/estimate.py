@@ -56,6 +56,11 @@ class Phase:
     kinds: Mapping[str, int]
     host: int = 0
 
+    @property
+    def largest(self) -> str:
+        """The kind with the most bytes at the peak."""
+        return max(self.kinds, key=lambda kind: self.kinds[kind])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:

@@ -86,7 +86,7 @@ class Replay:
         self.memory.add("buffers", self.trace.buffers)
         self.memory.add("optimizer", sum(map(self.stored_state, self.trained)))
         self.memory.add("activations", self.trace.batch)
-        self.memory.add("gradients", sum(map(self.stored_gradient, self.trained)))
+        self.memory.add("gradients", self.gradients)
 
     def end_forward(self) -> None:
         """Free the gradients of the step before, as ``zero_grad`` does."""
@@ -160,6 +160,11 @@ class Replay:
         """Count the copy that gloo makes of a collective's tensor (on CPU)."""
         if self.world.accelerator == "cpu":
             self.memory.add_briefly("communication", nbytes)
+
+    @property
+    def gradients(self) -> int:
+        """The bytes of all gradients on this rank, after backward."""
+        return sum(map(self.stored_gradient, self.trained))
 
     @property
     def trained(self) -> list[Parameter]:

@@ -63,8 +63,7 @@ class Row:
             memory: The memory of a device.
         """
         worst = estimate.worst
-        kind = max(worst.kinds, key=lambda kind: worst.kinds[kind])
-        row = Row(strategy=name, estimate=estimate, limit=f"{kind}, {worst.name}")
+        row = Row(strategy=name, estimate=estimate, limit=f"{worst.largest}, {worst.name}")
         if memory is None:
             return row
         return replace(
