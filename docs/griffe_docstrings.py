@@ -13,6 +13,7 @@ from typing import Any
 from griffe import Attribute, Docstring, ExprCall, ExprKeyword, Extension, Object
 
 _SINGULAR = re.compile(r"^(\s*)Example:\s*$", re.MULTILINE)
+_BEFORE_A_BLOCK = re.compile(r"::$", re.MULTILINE)
 _FIELDS = ("option", "_capability")
 
 
@@ -20,9 +21,10 @@ class ReadOurDocstrings(Extension):
     """Gives griffe the names and values that it expects."""
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
-        """Let doctests become highlighted code."""
+        """Let examples become highlighted code, and end the sentence before a block as Markdown does."""
         if obj.docstring is not None:
-            obj.docstring.value = _SINGULAR.sub(r"\1Examples:", obj.docstring.value)
+            text = _SINGULAR.sub(r"\1Examples:", obj.docstring.value)
+            obj.docstring.value = _BEFORE_A_BLOCK.sub(":", text)
 
     def on_attribute_instance(self, *, attr: Attribute, **kwargs: Any) -> None:
         """Let a field have its default and its help."""

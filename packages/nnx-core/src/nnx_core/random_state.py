@@ -190,7 +190,9 @@ class RandomState:
         strict: Refuse a checkpoint of another number of ranks.
 
     Example:
-        ``fabric.save(path, {"model": model, "optimizer": optimizer, "random": nnx.RandomState()})``
+        ```python
+        fabric.save(path, {"model": model, "optimizer": optimizer, "random": nnx.RandomState()})
+        ```
     """
 
     def __init__(self, *, strict: bool = False) -> None:

@@ -127,7 +127,9 @@ class Sharding:
             names.
 
     Example:
-        ``Sharding(mesh, torch.device("cuda", 0)).shard(model, [ShardedUnit("0", model[0])])``
+        ```python
+        Sharding(mesh, torch.device("cuda", 0)).shard(model, [ShardedUnit("0", model[0])])
+        ```
     """
 
     def __init__(

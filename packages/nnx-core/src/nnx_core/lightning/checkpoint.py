@@ -69,7 +69,9 @@ class CheckpointIO:
         memory_directory: The directory of each host whose files are in memory.
 
     Example:
-        ``Trainer(strategy="ddp", plugins=[nnx.CheckpointIO()])``
+        ```python
+        Trainer(strategy="ddp", plugins=[nnx.CheckpointIO()])
+        ```
     """
 
     def __init__(
