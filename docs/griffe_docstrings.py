@@ -13,6 +13,7 @@ from typing import Any
 from griffe import Attribute, Docstring, ExprCall, ExprKeyword, Extension, Object
 
 _SINGULAR = re.compile(r"^(\s*)Example:\s*$", re.MULTILINE)
+_ONE_LINE = re.compile(r"^(\s*)``([^`\n]+)``$", re.MULTILINE)
 _BEFORE_A_BLOCK = re.compile(r"::$", re.MULTILINE)
 _FIELDS = ("option", "_capability")
 
@@ -24,6 +25,7 @@ class ReadOurDocstrings(Extension):
         """Let examples become highlighted code, and end the sentence before a block as Markdown does."""
         if obj.docstring is not None:
             text = _SINGULAR.sub(r"\1Examples:", obj.docstring.value)
+            text = _ONE_LINE.sub(r"\1```python\n\1\2\n\1```", text)
             obj.docstring.value = _BEFORE_A_BLOCK.sub(":", text)
 
     def on_attribute_instance(self, *, attr: Attribute, **kwargs: Any) -> None:

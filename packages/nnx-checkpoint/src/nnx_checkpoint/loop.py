@@ -92,9 +92,7 @@ def save(
         TypeError: A value is named almost like an argument, or optimizers are given without a model.
 
     Example:
-        ```python
-        nnx_checkpoint.save("last.ckpt", model=model, optimizer=optimizer, scheduler=scheduler, step=3)
-        ```
+        ``nnx_checkpoint.save("last.ckpt", model=model, optimizer=optimizer, scheduler=scheduler, step=3)``
     """
     _refuse_misspelt("save", values, _SAVE_OPTIONS)
     common, own = _states_of(objects or {}, values, rank_objects, opaque, collective=collective)
@@ -151,9 +149,7 @@ def load(
         TypeError: An object has no `load_state_dict`, or is named almost like an argument.
 
     Example:
-        ```python
-        step = nnx_checkpoint.load("last.ckpt", model=model, scheduler=scheduler)["step"]
-        ```
+        ``step = nnx_checkpoint.load("last.ckpt", model=model, scheduler=scheduler)["step"]``
     """
     targets = {**(objects or {}), **stateful}
     _refuse_misspelt("load", stateful, _LOAD_OPTIONS)

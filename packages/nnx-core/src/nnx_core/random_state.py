@@ -190,9 +190,7 @@ class RandomState:
         strict: Refuse a checkpoint of another number of ranks.
 
     Example:
-        ```python
-        fabric.save(path, {"model": model, "optimizer": optimizer, "random": nnx.RandomState()})
-        ```
+        ``fabric.save(path, {"model": model, "optimizer": optimizer, "random": nnx.RandomState()})``
     """
 
     def __init__(self, *, strict: bool = False) -> None:

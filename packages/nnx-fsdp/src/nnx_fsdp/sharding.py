@@ -127,9 +127,7 @@ class Sharding:
             names.
 
     Example:
-        ```python
-        Sharding(mesh, torch.device("cuda", 0)).shard(model, [ShardedUnit("0", model[0])])
-        ```
+        ``Sharding(mesh, torch.device("cuda", 0)).shard(model, [ShardedUnit("0", model[0])])``
     """
 
     def __init__(

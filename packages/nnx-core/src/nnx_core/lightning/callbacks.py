@@ -247,9 +247,7 @@ def compare_ranks(*, every: int = 100) -> Any:
         OptionError: `every` is not a positive number.
 
     Example:
-        ```python
-        Trainer(strategy="ddp", callbacks=[nnx.compare_ranks(every=100)])
-        ```
+        ``Trainer(strategy="ddp", callbacks=[nnx.compare_ranks(every=100)])``
     """
     if every < 1:
         raise OptionError(f"every={every!r} is not a number of steps.", remedy="Pass, say, 100.")

@@ -69,9 +69,7 @@ class CheckpointIO:
         memory_directory: The directory of each host whose files are in memory.
 
     Example:
-        ```python
-        Trainer(strategy="ddp", plugins=[nnx.CheckpointIO()])
-        ```
+        ``Trainer(strategy="ddp", plugins=[nnx.CheckpointIO()])``
     """
 
     def __init__(

@@ -72,9 +72,7 @@ def load_from_checkpoint(
         OptionError: `cls` cannot be loaded, or `strict` contradicts it.
 
     Example:
-        ```python
-        model = nnx.load_from_checkpoint(Net, "last.ckpt", map_location="cuda", dropout=0.0)
-        ```
+        ``model = nnx.load_from_checkpoint(Net, "last.ckpt", map_location="cuda", dropout=0.0)``
     """
     kind = kind_of(cls)
     stored = WeightsOnDisk(storage.open_checkpoint(path, weights_only=weights_only is not False))
