@@ -62,9 +62,10 @@ class UnitChoice:
         classes = Counter(type(module).__name__ for _, module in self.units)
         names = ", ".join(f"{count} x {name}" for name, count in classes.items())
         largest = max(_count(module) for _, module in self.units)
+        number = f"{len(self.units)} units" if len(self.units) > 1 else "1 unit"
         return (
-            f"{len(self.units)} units ({names}; the largest has {largest:,} parameters) and the "
-            f"root, {total:,} parameters in all ({self.reason})"
+            f"{number} ({names}; the largest has {largest:,} parameters) and the root, {total:,} parameters "
+            f"in all ({self.reason})"
         )
 
 

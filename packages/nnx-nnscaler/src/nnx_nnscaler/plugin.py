@@ -45,7 +45,7 @@ _REPLICATED = replace(
     needs_sample=False,
     leaves_no_files=True,
 )
-_IN_PARTS = replace(
+_SHARDED = replace(
     _PLANNED,
     refuses=(*_OF_RANKS, *_OF_PARTS, "reentrant_checkpointing_on_rank_zero"),
     tensor_parallel=False,
@@ -118,15 +118,15 @@ def nnx_strategies() -> list[StrategySpec]:
         ),
         _spec(
             "nnscaler_zero",
-            "Data parallelism with all states in parts (ZeRO)",
+            "Data parallelism, all states sharded (ZeRO)",
             "the batch can be split over the ranks, but the states do not fit every device",
-            capabilities=_IN_PARTS,
+            capabilities=_SHARDED,
             memory="RowMemory",
             policy="zero",
         ),
         _spec(
             "nnscaler_pp",
-            "Pipeline parallelism: the model is cut into stages",
+            "Pipeline parallelism: a stage of layers on each rank",
             "the model fits no device, and links between devices are too slow to split layers",
             capabilities=_STAGES,
             memory="StageMemory",
