@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import nox
 
@@ -140,7 +141,7 @@ SCRIPTS = {
     "nnx-torchft": (ELASTIC,),
     "nnx-hivemind": (PEER,),
 }
-"""The script, with its arguments, that tries each package that conformance does not try."""
+"""The script, with its arguments, that tries a plugin which conformance alone cannot try."""
 BARE_LOOP = """
 import importlib.util, sys
 import torch
@@ -152,6 +153,8 @@ assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in mod
 assert importlib.util.find_spec("lightning") is None and importlib.util.find_spec("nnx_core") is None
 """
 """Saves a model without Lightning and reads it back."""
+ENGINES = ("deepspeed", "fairscale", "torchft", "hivemind", "ray")
+"""The engines of others, whose versions the table of compatibility names."""
 TOOLS_FOR_WHEELS = ("twine==7.0.0", "check-wheel-contents==0.6.3", "validate-pyproject==0.27")
 
 
@@ -236,9 +239,9 @@ def wheels(session: nox.Session) -> None:
     built = build_and_check(session)
     python = new_environment(session, "wheels")
     install(session, python, *built.values())
-    for names in ask(session, python).values():
-        for name in names:
-            conform(session, python, name)
+    names = ask(session, python)
+    for plugin in PLUGINS:
+        try_plugin(session, python, plugin, names.get(plugin, []))
 
 
 @nox.session(name="gpu-wheels")
@@ -316,9 +319,9 @@ def release(session: nox.Session) -> None:
     for name in uploaded:
         pip(session, python, "install", "--constraint", limits, "--find-links", found_in, wheels[name])
     expect_ours(session, installed(session, python), uploaded)
-    for plugin, names in ask(session, python).items():
-        if plugin not in SCRIPTS:
-            conform(session, python, names[0])
+    names = ask(session, python)
+    for plugin in engines:
+        try_plugin(session, python, plugin, names.get(plugin, [])[:1])
     session.log(
         f"Now tag v{number}, and `twine upload` from {found_in}, in this order: {', '.join(uploaded)}."
     )
@@ -349,10 +352,7 @@ def isolation(session: nox.Session) -> None:
         install(session, python, *(built[name] for name in [*SHARED, *ours]))
         expect_ours(session, installed(session, python), [*SHARED, *ours])
         names = ask(session, python)
-        if plugin in SCRIPTS:
-            session.run(python, "-I", "-c", *SCRIPTS[plugin], external=True)
-        else:
-            conform(session, python, names[plugin][0])
+        try_plugin(session, python, plugin, names.get(plugin, [])[:1])
         if plugin == "nnx-fsdp":
             outlive_another_nnx(session, python, built)
         came = sorted(installed(session, python) - shared)
@@ -364,27 +364,72 @@ def isolation(session: nox.Session) -> None:
 def compat(session: nox.Session, edge: str) -> None:
     """A strategy of each package with the oldest, or the newest, torch and Lightning that they accept.
 
-    The newest under every Python that the packages name, the oldest under the first.
+    The newest under every Python that the packages name, the oldest under the first. Each run starts with our
+    wheels in an empty environment, `pip check`, torch's private names and README's script, then runs the fast
+    profile of conformance, or with `-- --quick` three checks. It writes rows of docs/compatibility.json.
 
     `oldest` takes everything that they name at the lowest version they name; then, beside the same torch,
-    each end of what is accepted of Lightning. Looks up torch's private names, and runs the fast profile of
-    conformance. Fetches a torch with CUDA, some gigabytes, where the package index has no other; remove
-    `.nox/compat-*` afterwards.
+    each end of what is accepted of Lightning. Fetches a torch with CUDA, some gigabytes, where the package
+    index has no other; remove `.nox/compat-*` afterwards.
     """
     python = os.fspath(Path(session.bin) / "python")
     lightning = next(pin for pin in floors() if pin.startswith("lightning=="))
-    limits = Path(session.create_tmp()) / "limits.txt"
+    place = Path(session.create_tmp())
+    limits = place / "limits.txt"
     limits.write_text("\n".join([*floors(), f"pytorch-{lightning}"] if edge == "oldest" else []))
     built = build(session, "wheel")
     pip(session, python, "install", "--constraint", os.fspath(limits), *built, "pytest")
+    session.run(python, "-m", "pip", "check")
     alone = ("--noconftest", "-c", os.devnull, "--rootdir", os.fspath(ROOT), "-p", "no:cacheprovider")
     session.run(python, "-m", "pytest", "-q", *alone, "tests/test_private_names.py")
-    for names in ask(session, python).values():
-        nnx = os.fspath(Path(python).with_name("nnx"))
-        session.run(nnx, "conformance", names[0], "--verbose", env={"OMP_NUM_THREADS": "1"})
+    (place / "readme.py").write_text(readme_script(), encoding="utf-8")
+    with session.chdir(place):
+        session.run(python, "-I", "readme.py", env={"OMP_NUM_THREADS": "1"})
+    checks = QUICK_CHECKS if "--quick" in session.posargs else ()
+    names = ask(session, python)
+    for plugin in PLUGINS:
+        try_plugin(session, python, plugin, names.get(plugin, [])[:1], checks)
+    record(session, python, edge, "three checks" if checks else "the fast profile")
     other = "lightning" if edge == "oldest" else lightning
     pip(session, python, "install", "--upgrade", other, f"pytorch-{other}", *built)
-    try_one_of_each(session, python)
+    names = ask(session, python)
+    for plugin in PLUGINS:
+        try_plugin(session, python, plugin, names.get(plugin, [])[:1])
+    record(session, python, edge, "three checks", other_lightning=True)
+
+
+def readme_script() -> str:
+    """The script of README's section "Use it"."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Use it")[2]
+    return section.partition("```python\n")[2].partition("```")[0]
+
+
+def record(
+    session: nox.Session, python: str, edge: str, checks: str, *, other_lightning: bool = False
+) -> None:
+    """Replace the row of the last such run; tests/test_docs_compatibility.py makes a page of the rows."""
+    listed = session.run(python, "-m", "pip", "list", "--format", "json", external=True, silent=True)
+    versions = {entry["name"]: entry["version"] for entry in json.loads(str(listed))}
+    number = session.run(python, "-c", "import platform; print(platform.python_version())", silent=True)
+    row = {
+        "edge": edge,
+        "python": str(number).strip(),
+        "other_lightning": other_lightning,
+        **{name: versions[name] for name in ("torch", "lightning")},
+        "checks": checks,
+        "engines": {name: versions[name] for name in ENGINES if name in versions},
+        "packages": sorted(set(versions) & set(PROJECTS)),
+    }
+    path = ROOT / "docs" / "compatibility.json"
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    rows = [old for old in rows if identity(old) != identity(row)] + [row]
+    path.write_text(json.dumps(sorted(rows, key=identity), indent=2) + "\n", encoding="utf-8")
+
+
+def identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells one row of the table from the others: edge, minor version of Python, end of Lightning."""
+    minor = tuple(map(int, row["python"].split(".")[:2]))
+    return row["edge"] == "newest", minor, row["other_lightning"]
 
 
 def find_tests_alone(session: nox.Session, names: Sequence[str]) -> None:
@@ -531,17 +576,23 @@ def ask(session: nox.Session, python: str) -> dict[str, list[str]]:
     return names
 
 
-def conform(session: nox.Session, python: str, strategy: str) -> None:
-    """Try in real processes whether a strategy trains, saves and resumes."""
+def try_plugin(
+    session: nox.Session,
+    python: str,
+    plugin: str,
+    names: Sequence[str],
+    checks: Sequence[str] = QUICK_CHECKS,
+) -> None:
+    """Try a plugin in real processes: by its script, or its strategies by checks of conformance."""
+    if plugin in SCRIPTS:
+        # Ray's workers do not start where TMPDIR is inside of an environment of nox's
+        away = {"TMPDIR": tempfile.gettempdir()}
+        session.run(python, "-I", "-c", *SCRIPTS[plugin], external=True, env=away)
+        return
     nnx = os.fspath(Path(python).with_name("nnx"))
-    only = [argument for check in QUICK_CHECKS for argument in ("--only", check)]
-    session.run(nnx, "conformance", strategy, *only, "--verbose", external=True, env={"OMP_NUM_THREADS": "1"})
-
-
-def try_one_of_each(session: nox.Session, python: str) -> None:
-    """Ask for every strategy, and run the first of each distribution."""
-    for names in ask(session, python).values():
-        conform(session, python, names[0])
+    only = [argument for check in checks for argument in ("--only", check)]
+    for name in names:
+        session.run(nnx, "conformance", name, *only, "--verbose", external=True, env={"OMP_NUM_THREADS": "1"})
 
 
 def wheel_of(path: str) -> str:

@@ -6,6 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin one from Python 3.11 on
 from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
@@ -145,7 +146,7 @@ class Peer:
             expiration_time=self._published + _SECONDS_OF_RECORD,
             return_future=True,
         )
-        with suppress(TimeoutError):  # some of the nodes that should store it may be gone
+        with suppress(FutureTimeoutError):  # some of the nodes that should store it may be gone
             stored.result(timeout=1.0 if ends else 10.0)
 
     # Joining

@@ -1,0 +1,53 @@
+"""The table of docs/compatibility.md is what ``nox -s compat`` ran; ``NNX_UPDATE_DOCS=1`` rewrites it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "compatibility.md"
+TABLE = re.compile(r"(<!-- compatibility: [^\n]* -->\n).*?(<!-- end of compatibility -->)", re.DOTALL)
+
+
+def read_rows() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((DOCS / "compatibility.json").read_text(encoding="utf-8"))
+    return rows
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    engines = ", ".join(f"{name} {version}" for name, version in row["engines"].items())
+    versions = [row[name].partition("+")[0] for name in ("torch", "lightning")]
+    return [row["python"], row["edge"], *versions, engines, row["checks"]]
+
+
+def test_the_page_shows_the_recorded_runs() -> None:
+    head = ["Python", "versions", "torch", "Lightning", "engines", "conformance"]
+    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *map(cells, read_rows()))]
+    page = PAGE.read_text(encoding="utf-8")
+    expected, found = TABLE.subn(lambda match: match[1] + "\n" + "\n".join(lines) + "\n\n" + match[2], page)
+    assert found == 1
+    if os.environ.get("NNX_UPDATE_DOCS"):
+        PAGE.write_text(expected, encoding="utf-8")
+    assert expected == page or os.environ.get("NNX_UPDATE_DOCS"), (
+        f"run: NNX_UPDATE_DOCS=1 pytest {Path(__file__).name}"
+    )
+
+
+def test_every_python_that_the_packages_name_ran_with_every_package() -> None:
+    root = DOCS.parent
+    pythons = re.search(r"^PYTHONS = \[(.*)\]$", (root / "noxfile.py").read_text(encoding="utf-8"), re.M)
+    assert pythons
+    newest = [row for row in read_rows() if row["edge"] == "newest" and not row["other_lightning"]]
+    assert [row["python"].rpartition(".")[0] for row in newest] == re.findall(r"3\.\d+", pythons[1])
+    folders = [*root.glob("packages/*"), *root.glob("examples/*")]
+    names = {
+        re.search(r'^name = "(.*)"$', (folder / "pyproject.toml").read_text(encoding="utf-8"), re.M)[1]
+        for folder in folders
+        if (folder / "pyproject.toml").exists()
+    }
+    for row in newest:
+        assert set(row["packages"]) == names, row["python"]
