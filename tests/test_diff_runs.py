@@ -73,7 +73,12 @@ def script(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "a", "b"),
-    [("trainer", "ddp@1", "ddp@2"), ("fabric", "ddp@1", "fsdp_auto@2"), ("plain", "@1", "@2")],
+    [
+        ("trainer", "ddp@1", "ddp@2"),
+        ("fabric", "ddp@1", "ddp@2"),
+        ("fabric", "ddp@1", "fsdp_auto@2"),
+        ("plain", "@1", "@2"),
+    ],
     indirect=["script"],
 )
 def test_a_script_is_compared_without_a_changed_line(script: Path, a: str, b: str) -> None:

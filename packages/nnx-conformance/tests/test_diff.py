@@ -92,6 +92,12 @@ def test_the_relation_of_a_wrong_tensor_is_named(name: str) -> None:
     assert (found.kind if found is not None else "") == kind
 
 
+def test_all_terms_of_another_sum_are_an_uneven_mean() -> None:
+    found = relation(Case(RIGHT.roll(1, 1).abs(), RIGHT, 1e-6, {**CANDIDATES, "before": RIGHT**3}, 2))
+    assert found is not None
+    assert found.kind == "uneven mean"
+
+
 # Records of a plain loop, in one process.
 
 

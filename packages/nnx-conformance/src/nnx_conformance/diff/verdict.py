@@ -18,6 +18,10 @@ from nnx_conformance.diff.relations import Case, Relation, relation
 CAUSES = {
     "missing sum": ("a reduction over the ranks is missing", "the parameter's hook, group or bucket"),
     "summed twice": ("a term is added twice", "a second reduction, or a hook that is registered twice"),
+    "uneven mean": (
+        "each rank's loss divides by its own count, such as that of tokens without padding",
+        "the divisor of the loss: the count of all ranks, divided by their number",
+    ),
     "factor N": (
         "a mean is taken where a sum is, or twice",
         "the division by the number of ranks or batches",
@@ -257,8 +261,12 @@ def _conclude(a: Run, b: Run, finding: Finding, holds: Relation | None, ranks: t
     if finding.kind == "weight":
         kind = "other start"
     name, where = finding.origin.name, _where(finding)
-    if finding.loss is not None and kind in ("factor N", "summed twice", "other value", "wrong slice"):
-        if kind != "factor N":
+    if finding.loss is not None and kind in (
+        *("factor N", "uneven mean", "summed twice", "other value", "wrong slice"),
+    ):
+        if kind == "uneven mean":
+            detail = f"differs by {finding.loss.size:.2g}, and the gradient {detail}"
+        elif kind != "factor N":
             kind, detail = "other mask", f"differs by {finding.loss.size:.2g}, and all outputs agree"
         name = where = "loss"
     return Verdict(
