@@ -75,6 +75,7 @@ def script(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     ("script", "a", "b"),
     [
         ("trainer", "ddp@1", "ddp@2"),
+        ("model_parallel", "ddp@1", "script@2"),
         ("fabric", "ddp@1", "ddp@2"),
         ("fabric", "ddp@1", "fsdp_auto@2"),
         ("plain", "@1", "@2"),

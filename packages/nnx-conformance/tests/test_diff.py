@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +23,8 @@ from nnx_conformance.diff.record import RecordError, read_run
 from nnx_conformance.diff.recorder import digest_rows
 from nnx_conformance.diff.relations import Case, relation
 from nnx_conformance.diff.report import as_dict, as_text
-from nnx_conformance.diff.session import compare_records
-from nnx_conformance.diff.sides import Side
+from nnx_conformance.diff.session import compare_records, note_ends
+from nnx_conformance.diff.sides import Side, run_side, wait
 from nnx_conformance.diff.statistics import measure, total
 from nnx_conformance.diff.worker import run_job
 from nnx_core.cli.schema import schema_of
@@ -102,13 +103,13 @@ def test_all_terms_of_another_sum_are_an_uneven_mean() -> None:
 
 
 def train(
-    to: Path, *, change: Callable[[nn.Module, int], None] = lambda model, step: None, width: int = 8
+    to: Path, *, change: Callable[[nn.Module, int], None] = lambda model, step: None, steps: int = 3
 ) -> None:
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recording = nnx.record(model, optimizer, to=str(to))
-    for step, batch in enumerate(recording.batches(list(torch.randn(3, 8, 4)))):
+    for step, batch in enumerate(recording.batches(list(torch.randn(3, 8, 4))[:steps])):
         optimizer.zero_grad()
         recording.loss(model(batch).square().mean()).backward()
         change(model, step)
@@ -185,8 +186,32 @@ def test_models_that_differ_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_records_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="recorded nothing"):
+    with pytest.raises(RecordError, match="recorded no step"):
         read_run(tmp_path, "a")
+
+
+# Processes.
+
+
+def test_the_last_words_of_a_side_that_records_nothing_are_in_the_error(tmp_path: Path) -> None:
+    job = Job(directory=str(tmp_path), capture="")
+    with pytest.raises(RecordError, match=r"recorded no step: -m nnx_conformance\.diff\.worker"):
+        run_side(Side.parse("@1", python="/bin/echo"), job, name="b", timeout=60)
+    with pytest.raises(OptionError, match=r"there is no interpreter '\.venv2/bin/python'"):
+        run_side(Side.parse("@1", python=".venv2/bin/python"), job, name="b", timeout=60)
+
+
+def test_a_run_that_does_not_end_and_one_that_fails_are_no_equal_runs(tmp_path: Path) -> None:
+    assert wait([subprocess.Popen(["sleep", "60"])], 0.1) == "rank 0: no end within 0.1 s"
+    assert wait([subprocess.Popen(["sh", "-c", "exit 3"])], 60) == "rank 0: exit code 3"
+    assert wait([subprocess.Popen(["true"])], 60) == ""
+    train(tmp_path / "a")
+    train(tmp_path / "b", steps=2)
+    a, b = (read_run(tmp_path / name, name) for name in "ab")
+    assert note_ends(a, b) == [
+        "Run b ended early: the script ended after 2 steps, and the other side's after 3."
+    ]
+    assert b.error
 
 
 # Scripts, in this process and on one rank.

@@ -179,9 +179,10 @@ def read_run(directory: Path, name: str) -> Run:
     headers = {rank: found[0] for rank, found in lines.items() if found and "share" in found[0]}
     errors = [f"rank {rank}: {line['error']}" for rank in lines for line in lines[rank] if "error" in line]
     if not headers:
+        why = errors[0] if errors else _last_words(directory)
         raise RecordError(
-            f"the run {name} recorded nothing{': ' + errors[0] if errors else ''}.",
-            remedy="Pass `--keep DIR`, and look at the output of its processes there.",
+            f"the run {name} recorded no step{': ' + why.rstrip('.') if why else ''}.",
+            remedy="Try this side alone, or pass `--keep DIR` and read the output of its ranks there.",
         )
     first = headers[min(headers)]
     by_rank = {rank: [line for line in lines[rank] if "step" in line] for rank in headers}
@@ -205,6 +206,15 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         except ValueError:  # the process was killed while it wrote the last line
             return
+
+
+def _last_words(directory: Path) -> str:
+    """Return the last line that a process of the run printed."""
+    for path in sorted(directory.glob("output*.txt")):
+        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        if lines:
+            return lines[-1]
+    return ""
 
 
 def _step(by_rank: Mapping[int, Mapping[str, Any]]) -> Step:

@@ -19,6 +19,7 @@ from nnx_base.ranks import is_distributed
 from nnx_base.shard import Shard
 from nnx_conformance.diff.layouts import Layout, rows
 from nnx_conformance.diff.statistics import measure
+from nnx_core.random_state import capture
 
 Wanted = tuple[int, str, str]
 """A tensor to record whole: step, kind, name."""
@@ -58,7 +59,7 @@ class Recorder:
         self._line: dict[str, Any] = {}
         self._batches, self._batch_size, self._in_batch = 0, 0, False
         self._calls: dict[str, int] = {}
-        self._random: list[Tensor] = []
+        self._random: dict[str, Any] = {}
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / f"rank{self._rank}.jsonl"
         self._write({"share": list(share), "size": rank[1], **(facts or {})}, mode="w")
@@ -77,13 +78,12 @@ class Recorder:
         self._line["types"], digests, self._batch_size = digest_rows(batch)
         self._line["rows"] += digests
         self._calls, self._in_batch = {}, True
-        self._random = _random_state()
+        self._random = capture()
 
     def end_forward(self) -> None:
         """Record whether random numbers were drawn since the batch began."""
         if self._random and not self._line.get("draws"):
-            now = _random_state()
-            self._line["draws"] = not all(map(torch.equal, self._random, now))
+            self._line["draws"] = capture() != self._random
 
     def end_batch(self, loss: float | None) -> None:
         """Record the loss of a batch."""
@@ -235,13 +235,6 @@ def digest_rows(batch: Any) -> tuple[str, list[str], int]:
             digest.update(column[index].tobytes())
         digests.append(digest.hexdigest())
     return ",".join(str(t.dtype).removeprefix("torch.") for t in tensors), digests, size
-
-
-def _random_state() -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states.append(torch.cuda.get_rng_state())
-    return states
 
 
 def _plain(value: Any) -> Any:

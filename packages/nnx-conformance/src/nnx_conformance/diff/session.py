@@ -64,7 +64,7 @@ def compare_runs(
         settings: Further fields of `Job`.
 
     Raises:
-        RecordError: A run recorded nothing.
+        RecordError: A run recorded no step.
     """
     with _directory(keep) as place:
         job = Job(
@@ -81,11 +81,10 @@ def compare_runs(
             return run_side(side, changed, name=str(side), timeout=timeout)
 
         first = run("a", a, captures=True)
-        notes = [] if first.error == "" else [f"Run a ended early: {first.error}"]
+        notes: list[str] = []
         twin = _twin(run, a, notes)
         second = run("b", b)
-        if second.error:
-            notes.append(f"Run b ended early: {second.error}")
+        notes = [*note_ends(first, second), *notes]
         compared = Comparer(first, second, twin).compare()
         if compared.finding is None:
             return Result(first, second, compared, None, notes)
@@ -113,6 +112,18 @@ def compare_records(left: Path, right: Path) -> Result:
     return Result(
         a, b, compared, judge(a, b, compared), ["Tolerances are those of the precision, not of a twin."]
     )
+
+
+def note_ends(first: Run, second: Run) -> list[str]:
+    """Say which run ended early; a script that ends by itself must do so on both sides."""
+    notes = []
+    most = max(first.finished, second.finished)
+    for letter, run in (("a", first), ("b", second)):
+        if not run.error and run.finished < most:
+            run.error = f"the script ended after {run.finished} steps, and the other side's after {most}"
+        if run.error:
+            notes.append(f"Run {letter} ended early: {run.error.rstrip('.')}.")
+    return notes
 
 
 def _twin(run: Callable[..., Run], a: Side, notes: list[str]) -> Run | None:
