@@ -29,6 +29,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
 class Net(LightningModule):
     def __init__(self):
@@ -44,7 +45,7 @@ class Net(LightningModule):
 
 if __name__ == "__main__":
     trainer = Trainer(strategy=ModelParallelStrategy(), gradient_clip_val=0.1, accelerator="cpu")
-    trainer.fit(Net(), list(torch.randn(4, 8, 6)))
+    trainer.fit(Net(), DataLoader(torch.randn(32, 6), batch_size=8))
 """,
     "fabric": """
 import torch

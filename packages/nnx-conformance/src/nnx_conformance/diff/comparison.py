@@ -97,6 +97,11 @@ class Comparer:
         self.a, self.b, self.twin = a, b, twin
         self.steps = min(a.begun, b.begun)
         self._order = _forward_order(twin or a, a)
+        self._exact_losses = [] if twin is None else [twin.loss(step) for step in range(twin.finished)]
+        # By chance the rounding errors of a step cancel in its loss, so the largest of all steps counts.
+        pairs = zip(map(a.loss, range(a.begun)), self._exact_losses, strict=False)
+        errors = (abs(x - y) / (abs(y) or 1.0) for x, y in pairs if x is not None and y is not None)
+        self._loss_noise = max((error for error in errors if math.isfinite(error)), default=0.0)
 
     def compare(self) -> Comparison:
         """Compare all steps; the first difference is the finding."""
@@ -150,10 +155,8 @@ class Comparer:
         mine, theirs = self.a.loss(step), self.b.loss(step)
         if mine is None or theirs is None:
             return []
-        exact = self.twin.loss(step) if self.twin is not None and step < self.twin.finished else None
-        scale = abs(mine if exact is None else exact) or 1.0
-        noise = 0.0 if exact is None else abs(mine - exact) / scale
-        tolerance = FACTOR * max(noise, self._epsilon() if exact is None else 4 * 2.0**-23)
+        scale = abs(mine) or 1.0
+        tolerance = FACTOR * max(self._loss_noise, 4 * (2.0**-23 if self._exact_losses else self._epsilon()))
         size = abs(theirs - mine) / scale
         self._remember(found, "loss", step, "loss", size, tolerance)
         if size <= tolerance:  # False for NaN
