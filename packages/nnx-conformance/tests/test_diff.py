@@ -18,9 +18,10 @@ from jobs.diff_scripts import SCRIPTS
 from nnx_base.box import Box
 from nnx_conformance.diff.comparison import Comparer
 from nnx_conformance.diff.job import VARIABLE, Job, load_state, share_of
+from nnx_conformance.diff.layouts import PlainLayout
 from nnx_conformance.diff.page import as_page
-from nnx_conformance.diff.record import RecordError, read_run
-from nnx_conformance.diff.recorder import digest_rows
+from nnx_conformance.diff.record import RecordError, Run, read_run
+from nnx_conformance.diff.recorder import Recorder, digest_rows
 from nnx_conformance.diff.relations import Case, relation
 from nnx_conformance.diff.report import as_dict, as_text
 from nnx_conformance.diff.session import compare_records, note_ends
@@ -137,6 +138,7 @@ def test_the_first_step_and_tensor_that_differ_are_named(tmp_path: Path) -> None
     result = compare_records(tmp_path / "a", tmp_path / "b")
     assert result.verdict is not None
     assert (result.verdict.step, result.verdict.tensor, result.verdict.where) == (1, "0.weight", "gradient")
+    assert (result.verdict.kind, round(result.verdict.ratio, 5)) == ("factor N", 2.0)
     with pytest.raises(AssertionError, match=r"step 1, 0\.weight"):
         nnx.testing.assert_equal_runs(a=tmp_path / "a", b=tmp_path / "b")
 
@@ -188,6 +190,49 @@ def test_models_that_differ_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_directory_without_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="recorded no step"):
         read_run(tmp_path, "a")
+
+
+# Records of two ranks that reduce nothing, in one process.
+
+
+class Scored(nn.Module):
+    """Returns its loss beside its output, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.layer(x)
+        return {"loss": y.square().mean(), "y": y}
+
+
+def record_ranks(to: Path, size: int) -> Run:
+    for rank in range(size):
+        torch.manual_seed(3)
+        model, batch = nn.ModuleDict({"net": Scored()}), torch.randn(8, 4)
+        facts = {"parameters": [name for name, _ in model.named_parameters()]}
+        recorder = Recorder(to, PlainLayout(model), rank=(rank, size), share=(rank, size), facts=facts)
+        share = share_of(batch, rank, size)
+        recorder.begin_batch(share)
+        loss = model["net"](share)["loss"]
+        loss.backward()
+        recorder.end_batch(float(loss))
+        recorder.record_gradients("gradient")
+        recorder.end_step([])
+        recorder.close()
+    return read_run(to, to.name)
+
+
+def test_ranks_that_differ_from_each_other_do_not_differ_from_themselves(tmp_path: Path) -> None:
+    a, b, again = (record_ranks(tmp_path / name, size) for name, size in (("a", 1), ("b", 2), ("c", 2)))
+    assert Comparer(b, again, None, by_rank=True).compare().finding is None
+    finding = Comparer(a, b, None).compare().finding
+    assert finding is not None
+    assert (finding.kind, finding.origin.name) == (
+        "gradient",
+        "net.layer.weight",
+    )  # not net[loss] of each share
 
 
 # Processes.

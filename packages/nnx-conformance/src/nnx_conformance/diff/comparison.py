@@ -91,10 +91,11 @@ class Comparer:
         a: The first run, the reference.
         b: The second run.
         twin: The float64 twin of the first; None allows some multiples of the precision's spacing.
+        by_rank: True to compare each rank with the same rank, as of two runs of one side.
     """
 
-    def __init__(self, a: Run, b: Run, twin: Run | None) -> None:
-        self.a, self.b, self.twin = a, b, twin
+    def __init__(self, a: Run, b: Run, twin: Run | None, *, by_rank: bool = False) -> None:
+        self.a, self.b, self.twin, self._by_rank = a, b, twin, by_rank
         self.steps = min(a.begun, b.begun)
         self._order = _forward_order(twin or a, a)
         self._exact_losses = [] if twin is None else [twin.loss(step) for step in range(twin.finished)]
@@ -178,15 +179,22 @@ class Comparer:
         typical = median(noises.values()) if noises else 0.0
         differences = []
         for name in sorted(mine, key=lambda name: self._order.get((kind == "output", name), 1 << 30)):
-            if name not in theirs:
+            if name not in theirs or (kind == "output" and self._is_of_shares(mine[name], theirs[name])):
                 continue
             noise = max(noises.get(name, 0.0), typical, self._floor(name, mine[name], exact))
-            difference = _compare(name, mine[name], theirs[name], FACTOR * noise, scale)
+            difference = _compare(name, mine[name], theirs[name], FACTOR * noise, scale, self._by_rank)
             if difference is not None:
                 self._remember(found, kind, step, name, difference.size, difference.tolerance)
                 if not difference.size <= difference.tolerance:
                     differences.append(difference)
         return differences
+
+    def _is_of_shares(self, *entries: Entry) -> bool:
+        """Return True if ranks have outputs without rows that differ, such as the mean loss of each share."""
+        return not self._by_rank and any(
+            len(entry.owners) == 1 and len({piece.statistic for piece in entry.pieces}) > 1
+            for entry in entries
+        )
 
     def _noises(
         self, mine: Mapping[str, Entry], exact: Mapping[str, Entry]
@@ -240,7 +248,9 @@ def _moves(entry: Entry) -> bool:
     return entry.whole is not None and entry.whole.norm > 0
 
 
-def _compare(name: str, mine: Entry, theirs: Entry, noise: float, scale: float) -> Difference | None:
+def _compare(
+    name: str, mine: Entry, theirs: Entry, noise: float, scale: float, by_rank: bool
+) -> Difference | None:
     """Compare a tensor; None if there is nothing to compare."""
     reference = mine.whole
     if not mine.pieces and not theirs.pieces:
@@ -254,13 +264,12 @@ def _compare(name: str, mine: Entry, theirs: Entry, noise: float, scale: float) 
     if theirs.shape != mine.shape or theirs.whole is None:
         return None
     floor = scale * 2.0**-23
-    copies = {rank: theirs.of_rank(rank) for rank in theirs.ranks}
-    sizes = {rank: _relative(reference, copy, floor) for rank, copy in copies.items() if copy is not None}
+    copies = {rank: copy for rank in theirs.ranks if (copy := theirs.of_rank(rank)) is not None}
+    own = {rank: mine.of_rank(rank) or reference if by_rank else reference for rank in copies}
+    sizes = {rank: _relative(own[rank], copy, floor) for rank, copy in copies.items()}
     ranks = tuple(rank for rank, size in sizes.items() if not size <= noise)
     worst = max(sizes, key=lambda rank: sizes[rank])
-    copy = copies[worst]
-    assert copy is not None
-    return Difference(name, sizes[worst], noise, _ratio(reference, copy), ranks)
+    return Difference(name, sizes[worst], noise, _ratio(own[worst], copies[worst], noise), ranks)
 
 
 def _relative(reference: Statistic, other: Statistic, floor: float) -> float:
@@ -269,11 +278,14 @@ def _relative(reference: Statistic, other: Statistic, floor: float) -> float:
     return max(0.0, distance - floor) / (max(reference.norm, floor) or 1.0)
 
 
-def _ratio(reference: Statistic, other: Statistic) -> float:
-    """Return the factor from one tensor to the other, from their sketches."""
-    product = sum(a * b for a, b in zip(reference.sketch, other.sketch, strict=True))
+def _ratio(reference: Statistic, other: Statistic, noise: float) -> float:
+    """Return the factor from one tensor to the other if their sketches have one, and NaN otherwise."""
     square = sum(a * a for a in reference.sketch)
-    return product / square if square else math.nan
+    if not square:
+        return math.nan
+    ratio = sum(a * b for a, b in zip(reference.sketch, other.sketch, strict=True)) / square
+    rest = sum((b - ratio * a) ** 2 for a, b in zip(reference.sketch, other.sketch, strict=True))
+    return ratio if rest <= (2 * noise * max(1.0, abs(ratio))) ** 2 * square else math.nan
 
 
 def _forward_order(run: Run, a: Run) -> dict[tuple[bool, str], int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from typing_extensions import TypedDict
 
@@ -118,8 +117,10 @@ def as_text(result: Result) -> str:
     verdict, compared = result.verdict, result.compared
     lines = [f"a  {_run(result.a)}", f"b  {_run(result.b)}", ""]
     if verdict is None:
-        agree = ", ".join(f"{kind} {size:.1e}" for kind, size in compared.largest.items() if size)
-        lines.append(f"The runs agree in {compared.steps} steps, up to rounding ({agree or 'bitwise'}).")
+        sizes = ", ".join(f"{kind} {size:.1e}" for kind, size in compared.largest.items() if size)
+        lines.append(
+            f"The runs agree in {compared.steps} steps, up to rounding{f' ({sizes})' if sizes else ''}."
+        )
     else:
         lines += [*_table(result), "", f"{verdict.kind}: {verdict}", ""]
         lines += [f"  likely   {verdict.cause}", f"  look at  {verdict.look_at}"]
@@ -151,13 +152,11 @@ def _cell(worth: dict[str, float]) -> str:
     return "" if not worth else f"{odd} differ" if odd else "equal"
 
 
-def heat_map(result: Result) -> dict[str, Any]:
-    """Return the distances in multiples of the tolerance: a row for each tensor, a column per step."""
-    rows = []
+def heat_map(result: Result) -> dict[str, dict[str, dict[int, float]]]:
+    """Return the distances in multiples of the tolerance, by kind, tensor and step."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
     for kind in _ORDER:
-        named: dict[str, dict[int, float]] = {}
         for step, worths in result.compared.table.get(kind, {}).items():
             for name, worth in worths.items():
-                named.setdefault(name, {})[step] = worth
-        rows += [(kind, name, values) for name, values in named.items()]
-    return {"steps": result.compared.steps, "rows": rows}
+                found.setdefault(kind, {}).setdefault(name, {})[step] = worth
+    return found

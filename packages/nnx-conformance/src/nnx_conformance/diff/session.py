@@ -15,6 +15,9 @@ from nnx_conformance.diff.sides import Side, run_side
 from nnx_conformance.diff.verdict import Verdict, judge, wanted_whole
 from nnx_core.errors import OptionError
 
+Whole = Sequence[tuple[int, str, str]]
+"""Tensors to record whole: step, kind, name."""
+
 
 @dataclass
 class Result:
@@ -86,17 +89,39 @@ def compare_runs(
         second = run("b", b)
         notes = [*note_ends(first, second), *notes]
         compared = Comparer(first, second, twin).compare()
-        if compared.finding is None:
-            return Result(first, second, compared, None, notes)
-        wanted = wanted_whole(compared.finding)
-        whole = None
-        if wanted:
-            whole = _run_again(run, a if twin is None else a.twin, b, second, compared.finding, wanted)
-            again = read_run(whole[1], str(b))
-            unlike = Comparer(second, again, None).compare()
-            if _is_its_own(unlike, compared.finding):
-                return Result(first, second, compared, _undetermined(unlike, compared.finding), notes)
-        return Result(first, second, compared, judge(first, second, compared, whole=whole), notes)
+
+        def again(finding: Finding, wanted: Whole) -> tuple[Path, Path]:
+            exact, steps = a if twin is None else a.twin, finding.step + 1
+            shares = max(*(count for _, count in second.shares.values()), len(second.shares))
+            explain = (finding.step, finding.kind, finding.origin.name, shares)
+            right = run("a whole", exact, whole=wanted, explain=explain, steps=steps)
+            return right.directory, run("b whole", b, whole=wanted, steps=steps).directory
+
+        return Result(first, second, compared, find_verdict(first, second, compared, again), notes)
+
+
+def find_verdict(
+    a: Run, b: Run, compared: Comparison, again: Callable[[Finding, Whole], tuple[Path, Path]]
+) -> Verdict | None:
+    """Return the verdict on a comparison, after a second run of both sides; None if the runs agree.
+
+    Args:
+        a: The first run.
+        b: The second run.
+        compared: The comparison.
+        again: Runs both sides again, with some tensors whole; returns the directories of the records.
+    """
+    finding = compared.finding
+    if finding is None:
+        return None
+    wanted = wanted_whole(finding)
+    if not wanted:
+        return judge(a, b, compared)
+    whole = again(finding, wanted)
+    own = Comparer(b, read_run(whole[1], b.name), None, by_rank=True).compare().finding
+    if own is not None and own.step <= finding.step:
+        return _undetermined(own, finding)
+    return judge(a, b, compared, whole=whole)
 
 
 def compare_records(left: Path, right: Path) -> Result:
@@ -140,40 +165,10 @@ def _twin(run: Callable[..., Run], a: Side, notes: list[str]) -> Run | None:
     return twin
 
 
-def _run_again(
-    run: Callable[..., Run],
-    a: Side,
-    b: Side,
-    second: Run,
-    finding: Finding,
-    wanted: Sequence[tuple[int, str, str]],
-) -> tuple[Path, Path]:
-    """Record the culprit whole on both sides; side a adds the tensors that typical faults would give."""
-    shares = max(*(count for _, count in second.shares.values()), len(second.shares))
-    explain = (finding.step, finding.kind, finding.origin.name, shares)
-    steps = finding.step + 1
-    again = run("a whole", a, whole=wanted, explain=explain, steps=steps)
-    other = run("b whole", b, whole=wanted, steps=steps)
-    return again.directory, other.directory
-
-
-def _is_its_own(unlike: Comparison, finding: Finding) -> bool:
-    """Return True if run b differs from itself as early as it differs from run a."""
-    own = unlike.finding
-    return own is not None and own.step <= finding.step
-
-
-def _undetermined(unlike: Comparison, finding: Finding) -> Verdict:
-    own = unlike.finding
-    assert own is not None
-    return Verdict(
-        own.step,
-        own.origin.name,
-        own.kind,
-        "not deterministic",
-        f"of run b differs between two runs of it by {own.origin.size:.2g} of its norm",
-        evidence=[f"Run a and run b differ by {finding.origin.size:.2g} in {finding.origin.name}."],
-    )
+def _undetermined(own: Finding, finding: Finding) -> Verdict:
+    detail = f"of run b differs between two runs of it by {own.origin.size:.2g} of its norm"
+    evidence = [f"Run a and run b differ by {finding.origin.size:.2g} in {finding.origin.name}."]
+    return Verdict(own.step, own.origin.name, own.kind, "not deterministic", detail, evidence=evidence)
 
 
 @contextmanager

@@ -148,11 +148,11 @@ def _where(finding: Finding) -> str:
 
 def _from_ratio(origin: Difference) -> Relation | None:
     """Guess a relation from sketches, where the culprit is not there whole."""
-    if origin.name == "loss":
-        return Relation("factor", f"has the factor {origin.ratio:.4g}", origin.ratio)
+    if math.isnan(origin.ratio):
+        return None
     if origin.ratio == 0.0:
         return Relation("zero", "is zero", 0.0)
-    return None
+    return Relation("factor", f"has the factor {origin.ratio:.4g}", origin.ratio)
 
 
 def _relate(
