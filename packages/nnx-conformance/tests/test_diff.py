@@ -16,12 +16,12 @@ from torch import Tensor, nn
 import nnx
 from jobs.diff_scripts import SCRIPTS
 from nnx_base.box import Box
-from nnx_conformance.diff.comparison import Comparer
+from nnx_conformance.diff.comparison import Comparer, why_no_twin
 from nnx_conformance.diff.job import VARIABLE, Job, load_state, share_of
 from nnx_conformance.diff.layouts import PlainLayout
 from nnx_conformance.diff.page import as_page
 from nnx_conformance.diff.record import RecordError, Run, read_run
-from nnx_conformance.diff.recorder import Recorder, digest_rows
+from nnx_conformance.diff.recorder import Recorder, digest_rows, write_error
 from nnx_conformance.diff.relations import Case, relation
 from nnx_conformance.diff.report import as_dict, as_text
 from nnx_conformance.diff.session import compare_records, note_ends
@@ -103,11 +103,19 @@ def test_all_terms_of_another_sum_are_an_uneven_mean() -> None:
 # Records of a plain loop, in one process.
 
 
+Change = Callable[[nn.Module, int], None]
+
+
 def train(
-    to: Path, *, change: Callable[[nn.Module, int], None] = lambda model, step: None, steps: int = 3
+    to: Path,
+    *,
+    change: Change = lambda model, step: None,
+    begin: Change = lambda model, step: None,
+    steps: int = 3,
 ) -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    begin(model, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recording = nnx.record(model, optimizer, to=str(to))
     for step, batch in enumerate(recording.batches(list(torch.randn(3, 8, 4))[:steps])):
@@ -176,6 +184,24 @@ def test_a_run_that_dies_is_compared_as_far_as_it_went(tmp_path: Path) -> None:
         train(tmp_path / "b", change=fail)
     result = compare_records(tmp_path / "a", tmp_path / "b")
     assert (result.verdict, result.compared.steps) == (None, 2)
+
+
+def test_the_first_error_of_all_ranks_is_that_of_a_run(tmp_path: Path) -> None:
+    write_error(tmp_path, 1, OptionError("bad sample 17.", remedy="Remove it."))
+    write_error(tmp_path, 0, RuntimeError("Connection closed by peer"))
+    with pytest.raises(RecordError, match=r"recorded no step: OptionError: bad sample 17\. Remove it\.$"):
+        read_run(tmp_path, "b")
+
+
+def test_a_run_with_other_random_numbers_is_no_twin(tmp_path: Path) -> None:
+    def add_noise(model: nn.Module, step: int) -> None:
+        model[0].weight.data.add_(torch.randn(8, 4))  # type: ignore[index,union-attr,operator]
+
+    train(tmp_path / "a")
+    train(tmp_path / "b", begin=add_noise)
+    a, b = (read_run(tmp_path / name, name) for name in "ab")
+    assert why_no_twin(a, a) == ""
+    assert why_no_twin(a, b).startswith("it differs by")
 
 
 def test_models_that_differ_are_refused_by_name(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ class Comparer:
         ):
             return []  # an error came before the step of the optimizer
         exact = self.twin.entries(step, kind) if self.twin is not None and step < self.twin.finished else {}
-        noises, scale = self._noises(mine, exact)
+        noises, scale = _noises(mine, exact)
         typical = median(noises.values()) if noises else 0.0
         differences = []
         for name in sorted(mine, key=lambda name: self._order.get((kind == "output", name), 1 << 30)):
@@ -195,18 +195,6 @@ class Comparer:
             len(entry.owners) == 1 and len({piece.statistic for piece in entry.pieces}) > 1
             for entry in entries
         )
-
-    def _noises(
-        self, mine: Mapping[str, Entry], exact: Mapping[str, Entry]
-    ) -> tuple[dict[str, float], float]:
-        """Return the relative rounding errors of run a by name, and the norm of the largest tensor."""
-        noises = {}
-        for name, entry in mine.items():
-            whole, twin = entry.whole, exact[name].whole if name in exact else None
-            if whole is not None and twin is not None and whole.norm:
-                noises[name] = min(twin.distance(whole) / whole.norm, 1.0)
-        norms = [entry.whole.norm for entry in mine.values() if entry.whole is not None]
-        return noises, max((norm for norm in norms if math.isfinite(norm)), default=0.0)
 
     def _floor(self, name: str, entry: Entry, exact: Mapping[str, Entry]) -> float:
         """Return the least relative error to expect: of sums in float32 if a twin knows the rest."""
@@ -242,6 +230,36 @@ class Comparer:
         found.table.setdefault(kind, {}).setdefault(step, {})[name] = worth
         if worth <= 1:
             found.largest[kind] = max(found.largest.get(kind, 0.0), size)
+
+
+def why_no_twin(a: Run, twin: Run) -> str:
+    """Return why a float64 run is no twin of run a; empty if it is one.
+
+    A twin may draw other random numbers, since those depend on the element type. Then its distance is no
+    rounding error.
+    """
+    for kind in ("output", "gradient") if twin.finished and a.begun else ():
+        mine = a.entries(0, kind)
+        noises, _ = _noises(mine, twin.entries(0, kind))
+        if not noises:
+            continue
+        spacing = max(epsilon_of(str(a.facts.get("precision", "")), mine[name].dtype) for name in noises)
+        distance = median(noises.values())
+        if distance > math.sqrt(spacing):
+            return f"it differs by {distance:.2g} in step 0, as of other random numbers"
+        return ""
+    return "it has no tensor of run a"
+
+
+def _noises(mine: Mapping[str, Entry], exact: Mapping[str, Entry]) -> tuple[dict[str, float], float]:
+    """Return the relative rounding errors of run a by name, and the norm of the largest tensor."""
+    noises = {}
+    for name, entry in mine.items():
+        whole, twin = entry.whole, exact[name].whole if name in exact else None
+        if whole is not None and twin is not None and whole.norm:
+            noises[name] = min(twin.distance(whole) / whole.norm, 1.0)
+    norms = [entry.whole.norm for entry in mine.values() if entry.whole is not None]
+    return noises, max((norm for norm in norms if math.isfinite(norm)), default=0.0)
 
 
 def _moves(entry: Entry) -> bool:

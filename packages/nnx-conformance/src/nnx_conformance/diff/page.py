@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Mapping
 
-from nnx_conformance.diff.report import as_text, heat_map
+from nnx_conformance.diff.report import agreement, as_text, heat_map
 from nnx_conformance.diff.session import Result
 
 _STYLE = """
@@ -37,7 +37,7 @@ def as_page(result: Result) -> str:
     verdict = result.verdict
     title = f"nnx diff: {result.a.name} and {result.b.name}"
     if verdict is None:
-        said = f'<p class="verdict same">The runs agree in {result.compared.steps} steps, up to rounding.</p>'
+        said = f'<p class="verdict{" same" if result.same else ""}">{_text(agreement(result))}</p>'
     else:
         said = (
             f'<div class="verdict"><strong>{_text(verdict.kind)}</strong>: {_text(str(verdict))}<br>'

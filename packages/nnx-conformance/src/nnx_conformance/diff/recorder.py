@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from nnx_base.ranks import is_distributed
 from nnx_base.shard import Shard
 from nnx_conformance.diff.layouts import Layout, rows
 from nnx_conformance.diff.statistics import measure
+from nnx_core.errors import NnxError
 from nnx_core.random_state import capture
 
 Wanted = tuple[int, str, str]
@@ -177,9 +179,10 @@ def rank_and_world() -> tuple[int, int]:
 def write_error(directory: Path, rank: int, error: BaseException) -> None:
     """Add the error that ended a run to a rank's record."""
     directory.mkdir(parents=True, exist_ok=True)
-    text = f"{type(error).__name__}: {error}"
+    message, remedy = (error.message, error.remedy) if isinstance(error, NnxError) else (str(error), "")
+    line = {"error": f"{type(error).__name__}: {message}"[:2000], "remedy": remedy, "time": time.time()}
     with suppress(OSError), (directory / f"rank{rank}.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"error": text[:2000]}) + "\n")
+        file.write(json.dumps(line) + "\n")
 
 
 def tensors_in(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:

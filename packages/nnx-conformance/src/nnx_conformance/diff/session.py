@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nnx_conformance.diff.comparison import Comparer, Comparison, Finding
+from nnx_conformance.diff.comparison import Comparer, Comparison, Finding, why_no_twin
 from nnx_conformance.diff.job import Job
-from nnx_conformance.diff.record import RecordError, Run, read_run
+from nnx_conformance.diff.record import RecordError, Run, no_step, read_run
 from nnx_conformance.diff.sides import Side, run_side
 from nnx_conformance.diff.verdict import Verdict, judge, wanted_whole
 from nnx_core.errors import OptionError
@@ -84,8 +84,10 @@ def compare_runs(
             return run_side(side, changed, name=str(side), timeout=timeout)
 
         first = run("a", a, captures=True)
+        if first.error and not first.finished:
+            raise no_step(str(a), first.error)
         notes: list[str] = []
-        twin = _twin(run, a, notes)
+        twin = _twin(run, a, first, notes)
         second = run("b", b)
         notes = [*note_ends(first, second), *notes]
         compared = Comparer(first, second, twin).compare()
@@ -151,18 +153,19 @@ def note_ends(first: Run, second: Run) -> list[str]:
     return notes
 
 
-def _twin(run: Callable[..., Run], a: Side, notes: list[str]) -> Run | None:
+def _twin(run: Callable[..., Run], a: Side, first: Run, notes: list[str]) -> Run | None:
+    """Run the float64 twin; None, and a note, if it fails or computes something else."""
     try:
         twin = run("twin", a.twin)
+        why = twin.error or why_no_twin(first, twin)
+        if not why:
+            return twin
     except RecordError as error:
-        notes.append(f"There is no float64 twin of run a, so tolerances are those of its precision: {error}")
-        return None
-    if twin.error or not twin.finished:
-        notes.append(
-            f"There is no float64 twin of run a, so tolerances are those of its precision: {twin.error}"
-        )
-        return None
-    return twin
+        why = error.message
+    notes.append(
+        f"There is no float64 twin of run a, so tolerances are those of its precision: {why.rstrip('.')}."
+    )
+    return None
 
 
 def _undetermined(own: Finding, finding: Finding) -> Verdict:

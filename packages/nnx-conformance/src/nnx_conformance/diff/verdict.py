@@ -41,7 +41,10 @@ CAUSES = {
     "clipping": ("gradients are clipped otherwise", "the norm: of all ranks, all groups, each element once"),
     "other start": ("the runs begin with other weights", "the broadcast of the initial weights, and seeds"),
     "batch statistics": ("each rank normalizes its own share", "sync_batchnorm=True, or another norm"),
-    "random draws": ("the step draws random numbers, on each rank its own", "--no-dropout, or equal ranks"),
+    "random draws": (
+        "the step draws random numbers, on each rank its own",
+        "--no-dropout, or as many ranks on both sides",
+    ),
     "not deterministic": (
         "the run differs from itself",
         "atomics, cuDNN, threads, and unseeded random numbers",
@@ -265,7 +268,11 @@ def _conclude(a: Run, b: Run, finding: Finding, holds: Relation | None, ranks: t
         *("factor N", "uneven mean", "summed twice", "other value", "wrong slice"),
     ):
         if kind == "uneven mean":
-            detail = f"differs by {finding.loss.size:.2g}, and the gradient {detail}"
+            most = max(each.size for each in finding.differences)
+            detail = (
+                f"differs by {finding.loss.size:.2g}, and gradients by up to {most:.2g}: they are means of "
+            )
+            detail += "the ranks' shares, not of the whole batch"
         elif kind != "factor N":
             kind, detail = "other mask", f"differs by {finding.loss.size:.2g}, and all outputs agree"
         name = where = "loss"
