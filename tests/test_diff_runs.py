@@ -63,6 +63,15 @@ def test_a_healthy_strategy_raises_no_alarm(bench: Bench, name: str) -> None:
     assert (b.error, compared.steps) == ("", 3)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["ddp", "fsdp_auto", "nnscaler_zero", "nnx_deepspeed_2"])
+def test_flipped_signs_of_adam_in_bfloat16_raise_no_alarm(
+    pool: WorkerPool, tmp_path: Path, name: str
+) -> None:
+    _, compared = Bench(pool, "AdamGPT", tmp_path, {}, "bf16-mixed").compare(Subject(name), 2)
+    assert compared.finding is None
+
+
 @pytest.fixture
 def script(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
@@ -86,6 +95,18 @@ def test_a_script_is_compared_without_a_changed_line(script: Path, a: str, b: st
     result = nnx.testing.assert_equal_runs(script, a=a, b=b, timeout=200)
     assert result.compared.steps == 3
     assert result.compared.largest["gradient"] < 1e-5
+
+
+@pytest.mark.full
+def test_a_mean_over_the_tokens_of_each_rank_is_found_in_the_example() -> None:
+    pytest.importorskip("transformers")
+    script = Path(__file__).resolve().parents[1] / "examples" / "train_padded.py"
+    settings: dict[str, Any] = {"a": "ddp@1", "b": "ddp@2", "timeout": 200}
+    with pytest.raises(
+        AssertionError, match=r"uneven mean: step 0, loss: the loss differs by 0\.0\d+, and grad"
+    ):
+        nnx.testing.assert_equal_runs(script, **settings)
+    nnx.testing.assert_equal_runs(script, words=("--count",), **settings)
 
 
 @pytest.mark.full

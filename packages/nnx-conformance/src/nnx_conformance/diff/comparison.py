@@ -182,12 +182,29 @@ class Comparer:
             if name not in theirs or (kind == "output" and self._is_of_shares(mine[name], theirs[name])):
                 continue
             noise = max(noises.get(name, 0.0), typical, self._floor(name, mine[name], exact))
-            difference = _compare(name, mine[name], theirs[name], FACTOR * noise, scale, self._by_rank)
+            tolerance = max(FACTOR * noise, self._of_signs(step, name) if kind == "update" else 0.0)
+            difference = _compare(name, mine[name], theirs[name], tolerance, scale, self._by_rank)
             if difference is not None:
                 self._remember(found, kind, step, name, difference.size, difference.tolerance)
                 if not difference.size <= difference.tolerance:
                     differences.append(difference)
         return differences
+
+    def _of_signs(self, step: int, name: str) -> float:
+        """Return the relative error of an adaptive optimizer's update by signs that rounding flips.
+
+        Adam's first update has the sign of each gradient, and the size of the rate. Rounding errors flip the
+        signs of gradients about zero: a share of the elements as large as the relative error of the gradient.
+        """
+        rates, gradient = self.a.steps[step].rates, self.a.entries(step, "gradient").get(name)
+        if gradient is None or gradient.whole is None or not rates or "dampening" in rates[0]:
+            return 0.0  # SGD has no such error
+        exact = self.twin.entries(step, "gradient") if self.twin and step < self.twin.finished else {}
+        noises, _ = _noises({name: gradient}, exact)
+        count = max(1, gradient.whole.numel)
+        flips = count * max(*noises.values(), self._floor(name, gradient, exact))
+        most = 3 * flips + 2 * math.sqrt(flips) + (flips > 1e-3)
+        return 2 * math.sqrt(most / count)
 
     def _is_of_shares(self, *entries: Entry) -> bool:
         """Return True if ranks have outputs without rows that differ, such as the mean loss of each share."""
