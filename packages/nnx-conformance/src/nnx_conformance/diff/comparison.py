@@ -202,7 +202,7 @@ class Comparer:
         exact = self.twin.entries(step, "gradient") if self.twin and step < self.twin.finished else {}
         noises, _ = _noises({name: gradient}, exact)
         count = max(1, gradient.whole.numel)
-        flips = count * max(*noises.values(), self._floor(name, gradient, exact))
+        flips = count * max([*noises.values(), self._floor(name, gradient, exact)])
         most = 3 * flips + 2 * math.sqrt(flips) + (flips > 1e-3)
         return 2 * math.sqrt(most / count)
 
