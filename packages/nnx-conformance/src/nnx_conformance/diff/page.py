@@ -25,6 +25,7 @@ table { border-collapse: collapse; font: 12px/1.4 ui-monospace, monospace; margi
 summary { cursor: pointer; font-weight: bold; } summary span { font-weight: normal; color: var(--soft); }
 th, td { padding: 1px 6px; text-align: right; white-space: nowrap; }
 th.name { text-align: left; font-weight: normal; position: sticky; left: 0; background: var(--paper); }
+@media (max-width: 40rem) { th.name { max-width: 9rem; white-space: normal; overflow-wrap: anywhere; } }
 td { border: 1px solid var(--line); min-width: 2.5rem; background: color-mix(in srgb, var(--high) var(--heat),
   var(--low)); }
 td.first { outline: 2px solid var(--ink); outline-offset: -2px; font-weight: bold; }

@@ -207,10 +207,12 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def no_step(name: str, why: str, remedy: str = "") -> RecordError:
     """Return the error of a run that ended before its first step."""
-    return RecordError(
+    error = RecordError(
         f"the run {name} recorded no step{': ' + why.rstrip('.') if why else ''}.",
-        remedy=remedy or "Try this side alone, or pass `--keep DIR` and read the output of its ranks there.",
+        remedy="Try this side alone, or pass `--keep DIR` and read the output of its ranks there.",
     )
+    error.remedy = remedy or error.remedy
+    return error
 
 
 def _last_words(directory: Path) -> str:
