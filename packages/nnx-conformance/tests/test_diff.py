@@ -243,7 +243,7 @@ def record_ranks(to: Path, size: int) -> Run:
         recorder.begin_batch(share)
         loss = model["net"](share)["loss"]
         loss.backward()
-        recorder.end_batch(float(loss))
+        recorder.end_batch(float(loss.detach()))
         recorder.record_gradients("gradient")
         recorder.end_step([])
         recorder.close()
@@ -345,6 +345,12 @@ def test_batches_beyond_the_memory_limit_are_refused(tmp_path: Path) -> None:
         job.capture_batches(lambda: [torch.zeros(4, 4)] * 9, accumulate=1)
     with pytest.raises(OptionError, match="have 0 batches"):
         job.capture_batches(lambda: [], accumulate=1)
+
+
+def test_batches_that_cannot_be_saved_are_refused(tmp_path: Path) -> None:
+    job = Job(directory="", capture=str(tmp_path), captures=True)
+    with pytest.raises(OptionError, match=r"a batch of type dict cannot be saved for the other runs: "):
+        job.capture_batches(lambda: [{"x": torch.zeros(4), "change": lambda x: x}], accumulate=1)
 
 
 @pytest.mark.parametrize("text", ["ddp@", "ddp@0", "@@", "ddp@2@3"])
