@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from faults.diff_models import STEPS, Model, record_run
 from nnx_conformance.diff.comparison import Comparer, Comparison, Finding
 from nnx_conformance.diff.job import Job
 from nnx_conformance.diff.record import Run, read_run
-from nnx_conformance.diff.session import Whole, find_verdict
+from nnx_conformance.diff.recorder import Wanted
+from nnx_conformance.diff.session import find_verdict
 from nnx_conformance.diff.verdict import Verdict
 from nnx_conformance.pool import WorkerPool
 from nnx_conformance.subject import Subject
@@ -68,7 +70,7 @@ class Bench:
         """Compare, run again for the culprit, and judge."""
         b, compared = self.compare(subject, processes)
 
-        def again(finding: Finding, wanted: Whole) -> tuple[Path, Path]:
+        def again(finding: Finding, wanted: Sequence[Wanted]) -> tuple[Path, Path]:
             explain = (finding.step, finding.kind, finding.origin.name, processes)
             changes: dict[str, Any] = {"whole": wanted, "steps": finding.step + 1}
             right = self.run("a whole", self.alone, 1, precision="64-true", explain=explain, **changes)

@@ -11,12 +11,10 @@ from pathlib import Path
 from nnx_conformance.diff.comparison import Comparer, Comparison, Finding, why_no_twin
 from nnx_conformance.diff.job import Job
 from nnx_conformance.diff.record import RecordError, Run, no_step, read_run
+from nnx_conformance.diff.recorder import Wanted
 from nnx_conformance.diff.sides import Side, run_side
 from nnx_conformance.diff.verdict import Verdict, judge, wanted_whole
 from nnx_core.errors import OptionError
-
-Whole = Sequence[tuple[int, str, str]]
-"""Tensors to record whole: step, kind, name."""
 
 
 @dataclass
@@ -92,7 +90,7 @@ def compare_runs(
         notes = [*note_ends(first, second), *notes]
         compared = Comparer(first, second, twin).compare()
 
-        def again(finding: Finding, wanted: Whole) -> tuple[Path, Path]:
+        def again(finding: Finding, wanted: Sequence[Wanted]) -> tuple[Path, Path]:
             exact, steps = a if twin is None else a.twin, finding.step + 1
             shares = max(*(count for _, count in second.shares.values()), len(second.shares))
             explain = (finding.step, finding.kind, finding.origin.name, shares)
@@ -103,7 +101,7 @@ def compare_runs(
 
 
 def find_verdict(
-    a: Run, b: Run, compared: Comparison, again: Callable[[Finding, Whole], tuple[Path, Path]]
+    a: Run, b: Run, compared: Comparison, again: Callable[[Finding, Sequence[Wanted]], tuple[Path, Path]]
 ) -> Verdict | None:
     """Return the verdict on a comparison, after a second run of both sides; None if the runs agree.
 
