@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -180,7 +181,8 @@ def write_error(directory: Path, rank: int, error: BaseException) -> None:
     """Add the error that ended a run to a rank's record."""
     directory.mkdir(parents=True, exist_ok=True)
     message, remedy = (error.message, error.remedy) if isinstance(error, NnxError) else (str(error), "")
-    line = {"error": f"{type(error).__name__}: {message}"[:2000], "remedy": remedy, "time": time.time()}
+    text = shorten(f"{type(error).__name__}: {message}", 600, placeholder=" ...")
+    line = {"error": text, "remedy": remedy, "time": time.time()}
     with suppress(OSError), (directory / f"rank{rank}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
