@@ -8,7 +8,6 @@ from typing import Any
 
 from nnx_core.errors import OptionError
 
-
 _WORDS = {"true": "True", "false": "False", "none": "None"}
 """Words of command lines for Python literals."""
 
