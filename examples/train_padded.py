@@ -20,8 +20,9 @@ class Writer(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        self.model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=64, n_layer=2, n_head=4, **rates))
+        config = GPT2Config(99, n_embd=64, n_layer=2, n_head=4)
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+        self.model = GPT2LMHeadModel(config)
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
         """Return the mean loss of the tokens of this rank; with ``--count``, weighted by their number."""
