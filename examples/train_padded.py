@@ -20,7 +20,7 @@ class Writer(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        config = GPT2Config(99, n_embd=64, n_layer=2, n_head=4)
+        config = GPT2Config(vocab_size=99, n_embd=64, n_layer=2, n_head=4)
         config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
         self.model = GPT2LMHeadModel(config)
 

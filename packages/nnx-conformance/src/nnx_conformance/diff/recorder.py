@@ -181,7 +181,7 @@ def write_error(directory: Path, rank: int, error: BaseException) -> None:
     """Add the error that ended a run to a rank's record."""
     directory.mkdir(parents=True, exist_ok=True)
     message, remedy = (error.message, error.remedy) if isinstance(error, NnxError) else (str(error), "")
-    text = shorten(f"{type(error).__name__}: {message}", 600, placeholder=" ...")
+    text = shorten(f"{type(error).__name__}: {message}", 600, placeholder=" [...]")
     line = {"error": text, "remedy": remedy, "time": time.time()}
     with suppress(OSError), (directory / f"rank{rank}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
