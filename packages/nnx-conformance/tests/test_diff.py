@@ -94,6 +94,11 @@ def test_the_relation_of_a_wrong_tensor_is_named(name: str) -> None:
     assert (found.kind if found is not None else "") == kind
 
 
+def test_factors_that_no_reduction_has_are_no_sum() -> None:
+    found = relation(Case(RIGHT, 9.0 * SHARES[0] - 8.0 * SHARES[1], 1e-6, CANDIDATES, 2))
+    assert found is None or found.kind != "summed twice"
+
+
 def test_all_terms_of_another_sum_are_an_uneven_mean() -> None:
     found = relation(Case(RIGHT.roll(1, 1).abs(), RIGHT, 1e-6, {**CANDIDATES, "before": RIGHT**3}, 2))
     assert found is not None

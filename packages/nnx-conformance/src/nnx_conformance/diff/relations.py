@@ -93,6 +93,8 @@ def sums(case: Case) -> Relation | None:
     if not case.close(fitted, case.observed):
         return None
     factors = [round(float(value), 3) + 0.0 for value in solved]  # no -0.0
+    if max(map(abs, factors)) > len(terms) + 0.5:
+        return None  # no reduction has such factors: a few elements are a combination of anything
     if max(factors) - min(factors) < 0.05:
         return _uneven(case, terms) if abs(factors[0] - 1) < 0.05 else None
     missing = [index for index, value in enumerate(factors) if abs(value) < 0.05]
