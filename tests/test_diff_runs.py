@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,15 @@ def test_a_healthy_strategy_raises_no_alarm(bench: Bench, name: str) -> None:
     assert (b.error, compared.steps) == ("", 3)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["ddp", "fsdp_auto", "nnscaler_zero", "nnx_deepspeed_2"])
+def test_flipped_signs_of_adam_in_bfloat16_raise_no_alarm(
+    pool: WorkerPool, tmp_path: Path, name: str
+) -> None:
+    _, compared = Bench(pool, "AdamGPT", tmp_path, {}, "bf16-mixed").compare(Subject(name), 2)
+    assert compared.finding is None
+
+
 @pytest.fixture
 def script(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
@@ -73,13 +83,38 @@ def script(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "a", "b"),
-    [("trainer", "ddp@1", "ddp@2"), ("fabric", "ddp@1", "fsdp_auto@2"), ("plain", "@1", "@2")],
+    [
+        ("trainer", "ddp@1", "ddp@2"),
+        ("model_parallel", "ddp@1", "script@2"),
+        ("fabric", "ddp@1", "ddp@2"),
+        ("fabric", "ddp@1", "fsdp_auto@2"),
+        ("plain", "@1", "@2"),
+    ],
     indirect=["script"],
 )
 def test_a_script_is_compared_without_a_changed_line(script: Path, a: str, b: str) -> None:
     result = nnx.testing.assert_equal_runs(script, a=a, b=b, timeout=200)
     assert result.compared.steps == 3
     assert result.compared.largest["gradient"] < 1e-5
+
+
+@pytest.mark.full
+def test_a_mean_over_the_tokens_of_each_rank_is_found_as_on_the_page() -> None:
+    pytest.importorskip("transformers")
+    root = Path(__file__).resolve().parents[1]
+    script, settings = root / "examples" / "train_padded.py", {"a": "ddp@1", "b": "ddp@2", "timeout": 200}
+    with pytest.raises(
+        AssertionError, match=r"uneven mean: step 0, loss: the loss differs by 0\.0"
+    ) as caught:
+        nnx.testing.assert_equal_runs(script, **settings)
+    page = without_numbers((root / "docs" / "diff.md").read_text(encoding="utf-8"))
+    for line in str(caught.value).splitlines():
+        assert without_numbers(line) in page
+    nnx.testing.assert_equal_runs(script, words=("--count",), **settings)
+
+
+def without_numbers(text: str) -> str:
+    return re.sub(r"\d[\d.e-]*", "#", text)
 
 
 @pytest.mark.full

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from faults.diff import Planted
 from faults.diff_models import STEPS, Model, record_run
-from nnx_conformance.diff.comparison import Comparer, Comparison
+from nnx_conformance.diff.comparison import Comparer, Comparison, Finding
 from nnx_conformance.diff.job import Job
 from nnx_conformance.diff.record import Run, read_run
-from nnx_conformance.diff.verdict import Verdict, judge, wanted_whole
+from nnx_conformance.diff.recorder import Wanted
+from nnx_conformance.diff.session import find_verdict
+from nnx_conformance.diff.verdict import Verdict
 from nnx_conformance.pool import WorkerPool
 from nnx_conformance.subject import Subject
 
@@ -66,14 +69,14 @@ class Bench:
     def verdict(self, subject: Subject, processes: int) -> Verdict | None:
         """Compare, run again for the culprit, and judge."""
         b, compared = self.compare(subject, processes)
-        finding, whole = compared.finding, None
-        if finding is not None and (wanted := wanted_whole(finding)):
+
+        def again(finding: Finding, wanted: Sequence[Wanted]) -> tuple[Path, Path]:
             explain = (finding.step, finding.kind, finding.origin.name, processes)
-            again = {"whole": wanted, "steps": finding.step + 1}
-            right = self.run("a whole", self.alone, 1, precision="64-true", explain=explain, **again)
-            wrong = self.run("b whole", subject, processes, **again)
-            whole = right.directory, wrong.directory
-        return judge(self.a, b, compared, whole=whole)
+            changes: dict[str, Any] = {"whole": wanted, "steps": finding.step + 1}
+            right = self.run("a whole", self.alone, 1, precision="64-true", explain=explain, **changes)
+            return right.directory, self.run("b whole", subject, processes, **changes).directory
+
+        return find_verdict(self.a, b, compared, again)
 
 
 def right_parameter(planted: Planted, verdict: Verdict, model: type[Model]) -> bool:

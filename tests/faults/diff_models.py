@@ -103,6 +103,13 @@ class GPT(Model):
         return torch.randint(0, 23, (count, 7)), torch.randint(0, 23, (count, 7))
 
 
+class AdamGPT(GPT):
+    """The transformer, trained by AdamW, whose first updates are the signs of gradients."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
 class CNN(Model):
     """Convolutions with group norm."""
 
@@ -125,7 +132,7 @@ class CNN(Model):
         return torch.randn(count, 3, 8, 8), torch.randint(0, 5, (count,))
 
 
-MODELS: dict[str, type[Model]] = {"MLP": Model, "GPT": GPT, "CNN": CNN}
+MODELS: dict[str, type[Model]] = {"MLP": Model, "GPT": GPT, "CNN": CNN, "AdamGPT": AdamGPT}
 
 
 def record_run(job: Job, model: str, subject: Subject, settings: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +16,16 @@ from torch import Tensor, nn
 import nnx
 from jobs.diff_scripts import SCRIPTS
 from nnx_base.box import Box
-from nnx_conformance.diff.comparison import Comparer
+from nnx_conformance.diff.comparison import Comparer, why_no_twin
 from nnx_conformance.diff.job import VARIABLE, Job, load_state, share_of
+from nnx_conformance.diff.layouts import PlainLayout
 from nnx_conformance.diff.page import as_page
-from nnx_conformance.diff.record import RecordError, read_run
-from nnx_conformance.diff.recorder import digest_rows
+from nnx_conformance.diff.record import RecordError, Run, read_run
+from nnx_conformance.diff.recorder import Recorder, digest_rows, write_error
 from nnx_conformance.diff.relations import Case, relation
 from nnx_conformance.diff.report import as_dict, as_text
-from nnx_conformance.diff.session import compare_records
-from nnx_conformance.diff.sides import Side
+from nnx_conformance.diff.session import compare_records, note_ends
+from nnx_conformance.diff.sides import Side, run_side, wait
 from nnx_conformance.diff.statistics import measure, total
 from nnx_conformance.diff.worker import run_job
 from nnx_core.cli.schema import schema_of
@@ -92,17 +94,36 @@ def test_the_relation_of_a_wrong_tensor_is_named(name: str) -> None:
     assert (found.kind if found is not None else "") == kind
 
 
+def test_factors_that_no_reduction_has_are_no_sum() -> None:
+    found = relation(Case(RIGHT, 9.0 * SHARES[0] - 8.0 * SHARES[1], 1e-6, CANDIDATES, 2))
+    assert found is None or found.kind != "summed twice"
+
+
+def test_all_terms_of_another_sum_are_an_uneven_mean() -> None:
+    found = relation(Case(RIGHT.roll(1, 1).abs(), RIGHT, 1e-6, {**CANDIDATES, "before": RIGHT**3}, 2))
+    assert found is not None
+    assert found.kind == "uneven mean"
+
+
 # Records of a plain loop, in one process.
 
 
+Change = Callable[[nn.Module, int], None]
+
+
 def train(
-    to: Path, *, change: Callable[[nn.Module, int], None] = lambda model, step: None, width: int = 8
+    to: Path,
+    *,
+    change: Change = lambda model, step: None,
+    begin: Change = lambda model, step: None,
+    steps: int = 3,
 ) -> None:
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    begin(model, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recording = nnx.record(model, optimizer, to=str(to))
-    for step, batch in enumerate(recording.batches(list(torch.randn(3, 8, 4)))):
+    for step, batch in enumerate(recording.batches(list(torch.randn(3, 8, 4))[:steps])):
         optimizer.zero_grad()
         recording.loss(model(batch).square().mean()).backward()
         change(model, step)
@@ -130,6 +151,7 @@ def test_the_first_step_and_tensor_that_differ_are_named(tmp_path: Path) -> None
     result = compare_records(tmp_path / "a", tmp_path / "b")
     assert result.verdict is not None
     assert (result.verdict.step, result.verdict.tensor, result.verdict.where) == (1, "0.weight", "gradient")
+    assert (result.verdict.kind, round(result.verdict.ratio, 5)) == ("factor N", 2.0)
     with pytest.raises(AssertionError, match=r"step 1, 0\.weight"):
         nnx.testing.assert_equal_runs(a=tmp_path / "a", b=tmp_path / "b")
 
@@ -169,6 +191,24 @@ def test_a_run_that_dies_is_compared_as_far_as_it_went(tmp_path: Path) -> None:
     assert (result.verdict, result.compared.steps) == (None, 2)
 
 
+def test_the_first_error_of_all_ranks_is_that_of_a_run(tmp_path: Path) -> None:
+    write_error(tmp_path, 1, OptionError("bad sample 17.", remedy="Remove it."))
+    write_error(tmp_path, 0, RuntimeError("Connection closed by peer"))
+    with pytest.raises(RecordError, match=r"recorded no step: OptionError: bad sample 17\. Remove it\.$"):
+        read_run(tmp_path, "b")
+
+
+def test_a_run_with_other_random_numbers_is_no_twin(tmp_path: Path) -> None:
+    def add_noise(model: nn.Module, step: int) -> None:
+        model[0].weight.data.add_(torch.randn(8, 4))  # type: ignore[index,union-attr,operator]
+
+    train(tmp_path / "a")
+    train(tmp_path / "b", begin=add_noise)
+    a, b = (read_run(tmp_path / name, name) for name in "ab")
+    assert why_no_twin(a, a) == ""
+    assert why_no_twin(a, b).startswith("it differs by")
+
+
 def test_models_that_differ_are_refused_by_name(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(2, 2), "head": torch.zeros(1)}, tmp_path / "state.pt")
     job = Job(directory=str(tmp_path), capture=str(tmp_path))
@@ -179,8 +219,75 @@ def test_models_that_differ_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_records_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="recorded nothing"):
+    with pytest.raises(RecordError, match="recorded no step"):
         read_run(tmp_path, "a")
+
+
+# Records of two ranks that reduce nothing, in one process.
+
+
+class Scored(nn.Module):
+    """Returns its loss beside its output, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.layer(x)
+        return {"loss": y.square().mean(), "y": y}
+
+
+def record_ranks(to: Path, size: int) -> Run:
+    for rank in range(size):
+        torch.manual_seed(3)
+        model, batch = nn.ModuleDict({"net": Scored()}), torch.randn(8, 4)
+        facts = {"parameters": [name for name, _ in model.named_parameters()]}
+        recorder = Recorder(to, PlainLayout(model), rank=(rank, size), share=(rank, size), facts=facts)
+        share = share_of(batch, rank, size)
+        recorder.begin_batch(share)
+        loss = model["net"](share)["loss"]
+        loss.backward()
+        recorder.end_batch(float(loss.detach()))
+        recorder.record_gradients("gradient")
+        recorder.end_step([])
+        recorder.close()
+    return read_run(to, to.name)
+
+
+def test_ranks_that_differ_from_each_other_do_not_differ_from_themselves(tmp_path: Path) -> None:
+    a, b, again = (record_ranks(tmp_path / name, size) for name, size in (("a", 1), ("b", 2), ("c", 2)))
+    assert Comparer(b, again, None, by_rank=True).compare().finding is None
+    finding = Comparer(a, b, None).compare().finding
+    assert finding is not None
+    assert (finding.kind, finding.origin.name) == (
+        "gradient",
+        "net.layer.weight",
+    )  # not net[loss] of each share
+
+
+# Processes.
+
+
+def test_the_last_words_of_a_side_that_records_nothing_are_in_the_error(tmp_path: Path) -> None:
+    job = Job(directory=str(tmp_path), capture="")
+    with pytest.raises(RecordError, match=r"recorded no step: -m nnx_conformance\.diff\.worker"):
+        run_side(Side.parse("@1", python="/bin/echo"), job, name="b", timeout=60)
+    with pytest.raises(OptionError, match=r"there is no interpreter '\.venv2/bin/python'"):
+        run_side(Side.parse("@1", python=".venv2/bin/python"), job, name="b", timeout=60)
+
+
+def test_a_run_that_does_not_end_and_one_that_fails_are_no_equal_runs(tmp_path: Path) -> None:
+    assert wait([subprocess.Popen(["sleep", "60"])], 0.1) == "rank 0: no end within 0.1 s"
+    assert wait([subprocess.Popen(["sh", "-c", "exit 3"])], 60) == "rank 0: exit code 3"
+    assert wait([subprocess.Popen(["true"])], 60) == ""
+    train(tmp_path / "a")
+    train(tmp_path / "b", steps=2)
+    a, b = (read_run(tmp_path / name, name) for name in "ab")
+    assert note_ends(a, b) == [
+        "Run b ended early: the script ended after 2 steps, and the other side's after 3."
+    ]
+    assert b.error
 
 
 # Scripts, in this process and on one rank.
@@ -243,6 +350,12 @@ def test_batches_beyond_the_memory_limit_are_refused(tmp_path: Path) -> None:
         job.capture_batches(lambda: [torch.zeros(4, 4)] * 9, accumulate=1)
     with pytest.raises(OptionError, match="have 0 batches"):
         job.capture_batches(lambda: [], accumulate=1)
+
+
+def test_batches_that_cannot_be_saved_are_refused(tmp_path: Path) -> None:
+    job = Job(directory="", capture=str(tmp_path), captures=True)
+    with pytest.raises(OptionError, match=r"a batch of type dict cannot be saved for the other runs: "):
+        job.capture_batches(lambda: [{"x": torch.zeros(4), "change": lambda x: x}], accumulate=1)
 
 
 @pytest.mark.parametrize("text", ["ddp@", "ddp@0", "@@", "ddp@2@3"])

@@ -1,4 +1,4 @@
-"""Scripts that `nnx diff` compares: of a Trainer, of Fabric, and a plain loop with `nnx.record`."""
+"""Scripts that `nnx diff` compares: of a Trainer, of Lightning's FSDP2, of Fabric, and a plain loop."""
 
 from __future__ import annotations
 
@@ -22,6 +22,30 @@ if __name__ == "__main__":
     data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
     trainer = Trainer(max_epochs=2, gradient_clip_val=1.0, accelerator="cpu")
     trainer.fit(Net(), DataLoader(data, batch_size=8, shuffle=True))
+""",
+    "model_parallel": """
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    def configure_model(self):
+        if self.device_mesh is not None:
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+    def training_step(self, batch, index):
+        return self.layers(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+if __name__ == "__main__":
+    trainer = Trainer(strategy=ModelParallelStrategy(), gradient_clip_val=0.1, accelerator="cpu")
+    trainer.fit(Net(), DataLoader(torch.randn(32, 6), batch_size=8))
 """,
     "fabric": """
 import torch

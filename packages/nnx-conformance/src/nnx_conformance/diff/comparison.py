@@ -91,12 +91,18 @@ class Comparer:
         a: The first run, the reference.
         b: The second run.
         twin: The float64 twin of the first; None allows some multiples of the precision's spacing.
+        by_rank: True to compare each rank with the same rank, as of two runs of one side.
     """
 
-    def __init__(self, a: Run, b: Run, twin: Run | None) -> None:
-        self.a, self.b, self.twin = a, b, twin
+    def __init__(self, a: Run, b: Run, twin: Run | None, *, by_rank: bool = False) -> None:
+        self.a, self.b, self.twin, self._by_rank = a, b, twin, by_rank
         self.steps = min(a.begun, b.begun)
         self._order = _forward_order(twin or a, a)
+        self._exact_losses = [] if twin is None else [twin.loss(step) for step in range(twin.finished)]
+        # By chance the rounding errors of a step cancel in its loss, so the largest of all steps counts.
+        pairs = zip(map(a.loss, range(a.begun)), self._exact_losses, strict=False)
+        errors = (abs(x - y) / (abs(y) or 1.0) for x, y in pairs if x is not None and y is not None)
+        self._loss_noise = max((error for error in errors if math.isfinite(error)), default=0.0)
 
     def compare(self) -> Comparison:
         """Compare all steps; the first difference is the finding."""
@@ -150,10 +156,8 @@ class Comparer:
         mine, theirs = self.a.loss(step), self.b.loss(step)
         if mine is None or theirs is None:
             return []
-        exact = self.twin.loss(step) if self.twin is not None and step < self.twin.finished else None
-        scale = abs(mine if exact is None else exact) or 1.0
-        noise = 0.0 if exact is None else abs(mine - exact) / scale
-        tolerance = FACTOR * max(noise, self._epsilon() if exact is None else 4 * 2.0**-23)
+        scale = abs(mine) or 1.0
+        tolerance = FACTOR * max(self._loss_noise, 4 * (2.0**-23 if self._exact_losses else self._epsilon()))
         size = abs(theirs - mine) / scale
         self._remember(found, "loss", step, "loss", size, tolerance)
         if size <= tolerance:  # False for NaN
@@ -171,31 +175,43 @@ class Comparer:
         ):
             return []  # an error came before the step of the optimizer
         exact = self.twin.entries(step, kind) if self.twin is not None and step < self.twin.finished else {}
-        noises, scale = self._noises(mine, exact)
+        noises, scale = _noises(mine, exact)
         typical = median(noises.values()) if noises else 0.0
         differences = []
         for name in sorted(mine, key=lambda name: self._order.get((kind == "output", name), 1 << 30)):
-            if name not in theirs:
+            if name not in theirs or (kind == "output" and self._is_of_shares(mine[name], theirs[name])):
                 continue
             noise = max(noises.get(name, 0.0), typical, self._floor(name, mine[name], exact))
-            difference = _compare(name, mine[name], theirs[name], FACTOR * noise, scale)
+            tolerance = max(FACTOR * noise, self._of_signs(step, name) if kind == "update" else 0.0)
+            difference = _compare(name, mine[name], theirs[name], tolerance, scale, self._by_rank)
             if difference is not None:
                 self._remember(found, kind, step, name, difference.size, difference.tolerance)
                 if not difference.size <= difference.tolerance:
                     differences.append(difference)
         return differences
 
-    def _noises(
-        self, mine: Mapping[str, Entry], exact: Mapping[str, Entry]
-    ) -> tuple[dict[str, float], float]:
-        """Return the relative rounding errors of run a by name, and the norm of the largest tensor."""
-        noises = {}
-        for name, entry in mine.items():
-            whole, twin = entry.whole, exact[name].whole if name in exact else None
-            if whole is not None and twin is not None and whole.norm:
-                noises[name] = min(twin.distance(whole) / whole.norm, 1.0)
-        norms = [entry.whole.norm for entry in mine.values() if entry.whole is not None]
-        return noises, max((norm for norm in norms if math.isfinite(norm)), default=0.0)
+    def _of_signs(self, step: int, name: str) -> float:
+        """Return the relative error of an adaptive optimizer's update by signs that rounding flips.
+
+        Adam's first update has the sign of each gradient, and the size of the rate. Rounding errors flip the
+        signs of gradients about zero: a share of the elements as large as the relative error of the gradient.
+        """
+        rates, gradient = self.a.steps[step].rates, self.a.entries(step, "gradient").get(name)
+        if gradient is None or gradient.whole is None or not rates or "dampening" in rates[0]:
+            return 0.0  # SGD has no such error
+        exact = self.twin.entries(step, "gradient") if self.twin and step < self.twin.finished else {}
+        noises, _ = _noises({name: gradient}, exact)
+        count = max(1, gradient.whole.numel)
+        flips = count * max([*noises.values(), self._floor(name, gradient, exact)])
+        most = 3 * flips + 2 * math.sqrt(flips) + (flips > 1e-3)
+        return 2 * math.sqrt(most / count)
+
+    def _is_of_shares(self, *entries: Entry) -> bool:
+        """Return True if ranks have outputs without rows that differ, such as the mean loss of each share."""
+        return not self._by_rank and any(
+            len(entry.owners) == 1 and len({piece.statistic for piece in entry.pieces}) > 1
+            for entry in entries
+        )
 
     def _floor(self, name: str, entry: Entry, exact: Mapping[str, Entry]) -> float:
         """Return the least relative error to expect: of sums in float32 if a twin knows the rest."""
@@ -233,11 +249,43 @@ class Comparer:
             found.largest[kind] = max(found.largest.get(kind, 0.0), size)
 
 
+def why_no_twin(a: Run, twin: Run) -> str:
+    """Return why a float64 run is no twin of run a; empty if it is one.
+
+    A twin may draw other random numbers, since those depend on the element type. Then its distance is no
+    rounding error.
+    """
+    for kind in ("output", "gradient") if twin.finished and a.begun else ():
+        mine = a.entries(0, kind)
+        noises, _ = _noises(mine, twin.entries(0, kind))
+        if not noises:
+            continue
+        spacing = max(epsilon_of(str(a.facts.get("precision", "")), mine[name].dtype) for name in noises)
+        distance = median(noises.values())
+        if distance > math.sqrt(spacing):
+            return f"it differs by {distance:.2g} in step 0, as of other random numbers"
+        return ""
+    return "it has no tensor of run a"
+
+
+def _noises(mine: Mapping[str, Entry], exact: Mapping[str, Entry]) -> tuple[dict[str, float], float]:
+    """Return the relative rounding errors of run a by name, and the norm of the largest tensor."""
+    noises = {}
+    for name, entry in mine.items():
+        whole, twin = entry.whole, exact[name].whole if name in exact else None
+        if whole is not None and twin is not None and whole.norm:
+            noises[name] = min(twin.distance(whole) / whole.norm, 1.0)
+    norms = [entry.whole.norm for entry in mine.values() if entry.whole is not None]
+    return noises, max((norm for norm in norms if math.isfinite(norm)), default=0.0)
+
+
 def _moves(entry: Entry) -> bool:
     return entry.whole is not None and entry.whole.norm > 0
 
 
-def _compare(name: str, mine: Entry, theirs: Entry, noise: float, scale: float) -> Difference | None:
+def _compare(
+    name: str, mine: Entry, theirs: Entry, noise: float, scale: float, by_rank: bool
+) -> Difference | None:
     """Compare a tensor; None if there is nothing to compare."""
     reference = mine.whole
     if not mine.pieces and not theirs.pieces:
@@ -251,13 +299,12 @@ def _compare(name: str, mine: Entry, theirs: Entry, noise: float, scale: float) 
     if theirs.shape != mine.shape or theirs.whole is None:
         return None
     floor = scale * 2.0**-23
-    copies = {rank: theirs.of_rank(rank) for rank in theirs.ranks}
-    sizes = {rank: _relative(reference, copy, floor) for rank, copy in copies.items() if copy is not None}
+    copies = {rank: copy for rank in theirs.ranks if (copy := theirs.of_rank(rank)) is not None}
+    own = {rank: mine.of_rank(rank) or reference if by_rank else reference for rank in copies}
+    sizes = {rank: _relative(own[rank], copy, floor) for rank, copy in copies.items()}
     ranks = tuple(rank for rank, size in sizes.items() if not size <= noise)
     worst = max(sizes, key=lambda rank: sizes[rank])
-    copy = copies[worst]
-    assert copy is not None
-    return Difference(name, sizes[worst], noise, _ratio(reference, copy), ranks)
+    return Difference(name, sizes[worst], noise, _ratio(own[worst], copies[worst], noise), ranks)
 
 
 def _relative(reference: Statistic, other: Statistic, floor: float) -> float:
@@ -266,11 +313,14 @@ def _relative(reference: Statistic, other: Statistic, floor: float) -> float:
     return max(0.0, distance - floor) / (max(reference.norm, floor) or 1.0)
 
 
-def _ratio(reference: Statistic, other: Statistic) -> float:
-    """Return the factor from one tensor to the other, from their sketches."""
-    product = sum(a * b for a, b in zip(reference.sketch, other.sketch, strict=True))
+def _ratio(reference: Statistic, other: Statistic, noise: float) -> float:
+    """Return the factor from one tensor to the other if their sketches have one, and NaN otherwise."""
     square = sum(a * a for a in reference.sketch)
-    return product / square if square else math.nan
+    if not square:
+        return math.nan
+    ratio = sum(a * b for a, b in zip(reference.sketch, other.sketch, strict=True)) / square
+    rest = sum((b - ratio * a) ** 2 for a, b in zip(reference.sketch, other.sketch, strict=True))
+    return ratio if rest <= (2 * noise * max(1.0, abs(ratio))) ** 2 * square else math.nan
 
 
 def _forward_order(run: Run, a: Run) -> dict[tuple[bool, str], int]:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
 import torch
@@ -126,7 +127,8 @@ class Job:
         """Save the first batches of a loader, if this process captures.
 
         Raises:
-            OptionError: The loader has too few batches, or they need more memory than the job's limit.
+            OptionError: The loader has too few batches, they need more memory than the job's limit, or they
+                cannot be saved.
         """
         if not self.is_to_capture:
             return
@@ -143,7 +145,13 @@ class Job:
                 remedy="Pass fewer --steps, or a larger --memory.",
             )
         whole = len(batches) // accumulate * accumulate
-        self._write_captured("batches", Captured(batches[:whole], accumulate))
+        try:
+            self._write_captured("batches", Captured(batches[:whole], accumulate))
+        except (PicklingError, AttributeError, TypeError) as error:
+            raise OptionError(
+                f"a batch of type {type(batches[0]).__name__} cannot be saved for the other runs: {error}.",
+                remedy="Let the loader yield tensors, or objects that pickle can save.",
+            ) from error
 
     @property
     def wanted(self) -> list[tuple[int, str, str]]:

@@ -37,7 +37,9 @@ class LoopRecording:
         self._in_batch = self._was_clipped = False
         self._hooks: list[Any] = []
 
-    def start(self, model: nn.Module, optimizers: Iterable[Optimizer], layout: Layout) -> None:
+    def start(
+        self, model: nn.Module, optimizers: Iterable[Optimizer], layout: Layout, *, precision: str = ""
+    ) -> None:
         """Begin with the captured state, and record from now on."""
         self._model, self._optimizers = model, list(optimizers)
         if self.job is None:
@@ -51,7 +53,7 @@ class LoopRecording:
             whole=self.job.wanted,
             facts={
                 "strategy": self.job.strategy or "loop",
-                "precision": self.job.precision,
+                "precision": precision or self.job.precision,
                 "parameters": list(layout.weights()),
                 "batch_norm": [],
             },
@@ -317,7 +319,8 @@ def _start(
 
     strategy = fabric.strategy
     recording._share = share_of_strategy(strategy)
-    recording.start(module, optimizers, layout_of(strategy, module))
+    precision = str(strategy.precision.precision)
+    recording.start(module, optimizers, layout_of(strategy, module), precision=precision)
     step = strategy.optimizer_step
 
     def optimizer_step(*args: Any, **kwargs: Any) -> Any:

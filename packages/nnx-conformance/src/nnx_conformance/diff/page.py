@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Mapping
 
-from nnx_conformance.diff.report import as_text, heat_map
+from nnx_conformance.diff.report import agreement, as_text, heat_map
 from nnx_conformance.diff.session import Result
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1a1c1f; --soft: #5c6570; --line: #d9dee4;
   --low: #e8eef5; --high: #c0392b; }
 @media (prefers-color-scheme: dark) { :root { --paper: #14171a; --ink: #e6e9ec; --soft: #9aa4ae;
-  --line: #2c3238; --low: #1d2530; --high: #ff6b57; } }
+  --line: #2c3238; --low: #1d2530; --high: #c8453a; } }
 body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto;
   max-width: 60rem; padding: 0 1rem; }
 h1 { font-size: 1.25rem; } h2 { font-size: 1rem; margin-top: 2rem; }
@@ -20,12 +21,14 @@ h1 { font-size: 1.25rem; } h2 { font-size: 1rem; margin-top: 2rem; }
 .same { border-left-color: #2e8b57; }
 pre { overflow-x: auto; font: 13px/1.45 ui-monospace, monospace; color: var(--soft); }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font: 12px/1.4 ui-monospace, monospace; }
+table { border-collapse: collapse; font: 12px/1.4 ui-monospace, monospace; margin: .25rem 0 1rem; }
+summary { cursor: pointer; font-weight: bold; } summary span { font-weight: normal; color: var(--soft); }
 th, td { padding: 1px 6px; text-align: right; white-space: nowrap; }
-th.name { text-align: left; font-weight: normal; } th.kind { text-align: left; padding-top: .75rem; }
+th.name { text-align: left; font-weight: normal; position: sticky; left: 0; background: var(--paper); }
+@media (max-width: 40rem) { th.name { max-width: 9rem; white-space: normal; overflow-wrap: anywhere; } }
 td { border: 1px solid var(--line); min-width: 2.5rem; background: color-mix(in srgb, var(--high) var(--heat),
   var(--low)); }
-td.none { background: none; } td.first { outline: 2px solid var(--ink); }
+td.first { outline: 2px solid var(--ink); outline-offset: -2px; font-weight: bold; }
 .soft { color: var(--soft); }
 """
 
@@ -35,7 +38,7 @@ def as_page(result: Result) -> str:
     verdict = result.verdict
     title = f"nnx diff: {result.a.name} and {result.b.name}"
     if verdict is None:
-        said = f'<p class="verdict same">The runs agree in {result.compared.steps} steps, up to rounding.</p>'
+        said = f'<p class="verdict{" same" if result.same else ""}">{_text(agreement(result))}</p>'
     else:
         said = (
             f'<div class="verdict"><strong>{_text(verdict.kind)}</strong>: {_text(str(verdict))}<br>'
@@ -47,41 +50,43 @@ def as_page(result: Result) -> str:
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
         f"<h1>{_text(title)}</h1>{said}<h2>Distance in multiples of the tolerance</h2>"
         f'<p class="soft">Up to 1, rounding explains the distance. The frame marks the first difference.</p>'
-        f'<div class="scroll">{_table(result)}</div><h2>As text</h2>'
+        f"{_tables(result)}<h2>As text</h2>"
         f"<pre>{_text(as_text(result))}</pre></body></html>\n"
     )
 
 
-def _table(result: Result) -> str:
-    found, verdict = heat_map(result), result.verdict
+def _tables(result: Result) -> str:
+    """Return a table for each kind; those without a difference are closed."""
+    tables = []
+    for kind, rows in heat_map(result).items():
+        odd = sum(any(not worth <= 1 for worth in values.values()) for values in rows.values())
+        said = f"{odd} of {len(rows)} differ" if odd else f"{len(rows)} equal"
+        tables.append(
+            f"<details{' open' if odd else ''}><summary>{_text(kind)} <span>{said}</span></summary>"
+            f'<div class="scroll">{_table(result, kind, rows)}</div></details>'
+        )
+    return "".join(tables)
+
+
+def _table(result: Result, kind: str, rows: Mapping[str, Mapping[int, float]]) -> str:
     finding = result.compared.finding
-    head = "".join(f"<th>{step}</th>" for step in range(found["steps"]))
-    rows, last = [f'<tr><th class="name">step</th>{head}</tr>'], ""
-    for kind, name, values in found["rows"]:
-        if kind != last:
-            rows.append(f'<tr><th class="kind" colspan="{found["steps"] + 1}">{_text(kind)}</th></tr>')
-            last = kind
-        cells = []
-        for step in range(found["steps"]):
-            first = (
-                verdict is not None and finding is not None and (finding.kind, finding.step) == (kind, step)
-            )
-            cells.append(
-                _cell(values.get(step), first and finding is not None and finding.origin.name == name)
-            )
-        rows.append(f'<tr><th class="name">{_text(name)}</th>{"".join(cells)}</tr>')
-    return f"<table>{''.join(rows)}</table>"
+    first = None if finding is None else (finding.kind, finding.origin.name, finding.step)
+    steps = sorted({step for values in rows.values() for step in values})
+    head = "".join(f"<th>{step}</th>" for step in steps)
+    lines = [f'<tr><th class="name">step</th>{head}</tr>']
+    for name, values in rows.items():
+        cells = "".join(_cell(values.get(step), first == (kind, name, step)) for step in steps)
+        lines.append(f'<tr><th class="name">{_text(name)}</th>{cells}</tr>')
+    return f"<table>{''.join(lines)}</table>"
 
 
 def _cell(worth: float | None, is_first: bool) -> str:
     if worth is None:
-        return '<td class="none"></td>'
-    heat = (
-        100 if not math.isfinite(worth) else max(0, min(100, round(30 + 14 * math.log10(max(worth, 1e-9)))))
-    )
-    heat = 0 if worth <= 1 else max(heat, 30)
-    shown = "inf" if math.isinf(worth) else f"{worth:.2g}"
-    return f'<td style="--heat: {heat}%"{" class=first" if is_first else ""}>{shown}</td>'
+        return "<td></td>"
+    heat = 75 if not math.isfinite(worth) else round(30 + 14 * math.log10(max(worth, 1)))
+    shown = f"{worth:.0f}" if worth >= 10 else f"{worth:.2g}"
+    style = f'style="--heat: {0 if worth <= 1 else min(75, heat)}%"'
+    return f"<td {style}{' class=first' if is_first else ''}>{shown}</td>"
 
 
 def _text(value: str) -> str:

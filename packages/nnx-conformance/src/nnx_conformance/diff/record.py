@@ -177,12 +177,10 @@ def read_run(directory: Path, name: str) -> Run:
     files = sorted(directory.glob("rank*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank")))
     lines = {int(path.stem.removeprefix("rank")): list(_lines(path)) for path in files}
     headers = {rank: found[0] for rank, found in lines.items() if found and "share" in found[0]}
-    errors = [f"rank {rank}: {line['error']}" for rank in lines for line in lines[rank] if "error" in line]
+    errors = [(line, rank) for rank in lines for line in lines[rank] if "error" in line]
+    error, failed = min(errors, key=lambda each: each[0]["time"], default=({"error": "", "remedy": ""}, 0))
     if not headers:
-        raise RecordError(
-            f"the run {name} recorded nothing{': ' + errors[0] if errors else ''}.",
-            remedy="Pass `--keep DIR`, and look at the output of its processes there.",
-        )
+        raise no_step(name, error["error"] or _last_words(directory), error["remedy"])
     first = headers[min(headers)]
     by_rank = {rank: [line for line in lines[rank] if "step" in line] for rank in headers}
     count = min(len(steps) for steps in by_rank.values()) if len(by_rank) == first["size"] else 0
@@ -192,7 +190,7 @@ def read_run(directory: Path, name: str) -> Run:
         {rank: (header["share"][0], header["share"][1]) for rank, header in headers.items()},
         first,
         [_step({rank: steps[index] for rank, steps in by_rank.items()}) for index in range(count)],
-        errors[0] if errors else "",
+        f"rank {failed}: {error['error']} {error['remedy']}".strip() if errors else "",
     )
     if not run.error and len(by_rank) < first["size"]:
         run.error = f"only {len(by_rank)} of {first['size']} ranks recorded"
@@ -205,6 +203,25 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         except ValueError:  # the process was killed while it wrote the last line
             return
+
+
+def no_step(name: str, why: str, remedy: str = "") -> RecordError:
+    """Return the error of a run that ended before its first step."""
+    error = RecordError(
+        f"the run {name} recorded no step{': ' + why.rstrip('.') if why else ''}.",
+        remedy="Try this side alone, or pass `--keep DIR` and read the output of its ranks there.",
+    )
+    error.remedy = remedy or error.remedy
+    return error
+
+
+def _last_words(directory: Path) -> str:
+    """Return the last line that a process of the run printed."""
+    for path in sorted(directory.glob("output*.txt")):
+        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        if lines:
+            return lines[-1]
+    return ""
 
 
 def _step(by_rank: Mapping[int, Mapping[str, Any]]) -> Step:

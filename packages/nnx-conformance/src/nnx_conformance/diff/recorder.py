@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from nnx_base.ranks import is_distributed
 from nnx_base.shard import Shard
 from nnx_conformance.diff.layouts import Layout, rows
 from nnx_conformance.diff.statistics import measure
+from nnx_core.errors import NnxError
+from nnx_core.random_state import capture
 
 Wanted = tuple[int, str, str]
 """A tensor to record whole: step, kind, name."""
@@ -58,7 +62,7 @@ class Recorder:
         self._line: dict[str, Any] = {}
         self._batches, self._batch_size, self._in_batch = 0, 0, False
         self._calls: dict[str, int] = {}
-        self._random: list[Tensor] = []
+        self._random: dict[str, Any] = {}
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / f"rank{self._rank}.jsonl"
         self._write({"share": list(share), "size": rank[1], **(facts or {})}, mode="w")
@@ -77,13 +81,12 @@ class Recorder:
         self._line["types"], digests, self._batch_size = digest_rows(batch)
         self._line["rows"] += digests
         self._calls, self._in_batch = {}, True
-        self._random = _random_state()
+        self._random = capture()
 
     def end_forward(self) -> None:
         """Record whether random numbers were drawn since the batch began."""
         if self._random and not self._line.get("draws"):
-            now = _random_state()
-            self._line["draws"] = not all(map(torch.equal, self._random, now))
+            self._line["draws"] = capture() != self._random
 
     def end_batch(self, loss: float | None) -> None:
         """Record the loss of a batch."""
@@ -177,9 +180,11 @@ def rank_and_world() -> tuple[int, int]:
 def write_error(directory: Path, rank: int, error: BaseException) -> None:
     """Add the error that ended a run to a rank's record."""
     directory.mkdir(parents=True, exist_ok=True)
-    text = f"{type(error).__name__}: {error}"
+    message, remedy = (error.message, error.remedy) if isinstance(error, NnxError) else (str(error), "")
+    text = shorten(f"{type(error).__name__}: {message}", 600, placeholder=" [...]")
+    line = {"error": text, "remedy": remedy, "time": time.time()}
     with suppress(OSError), (directory / f"rank{rank}.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"error": text[:2000]}) + "\n")
+        file.write(json.dumps(line) + "\n")
 
 
 def tensors_in(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -235,13 +240,6 @@ def digest_rows(batch: Any) -> tuple[str, list[str], int]:
             digest.update(column[index].tobytes())
         digests.append(digest.hexdigest())
     return ",".join(str(t.dtype).removeprefix("torch.") for t in tensors), digests, size
-
-
-def _random_state() -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states.append(torch.cuda.get_rng_state())
-    return states
 
 
 def _plain(value: Any) -> Any:

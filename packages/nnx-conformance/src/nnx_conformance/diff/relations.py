@@ -83,7 +83,7 @@ def factor(case: Case) -> Relation | None:
 
 
 def sums(case: Case) -> Relation | None:
-    """Some of the terms of a sum are missing, or are there twice."""
+    """Terms of a sum are missing or are there twice, or all of them give another sum."""
     terms = {k: v for k, v in case.candidates.items() if k.startswith(("share ", "slice "))}
     if len(terms) < 2 or any(term.shape != case.observed.shape for term in terms.values()):
         return None
@@ -93,8 +93,10 @@ def sums(case: Case) -> Relation | None:
     if not case.close(fitted, case.observed):
         return None
     factors = [round(float(value), 3) + 0.0 for value in solved]  # no -0.0
+    if max(map(abs, factors)) > len(terms) + 0.5:
+        return None  # no reduction has such factors: a few elements are a combination of anything
     if max(factors) - min(factors) < 0.05:
-        return None
+        return _uneven(case, terms) if abs(factors[0] - 1) < 0.05 else None
     missing = [index for index, value in enumerate(factors) if abs(value) < 0.05]
     if missing:
         norm = float(case.reference.norm())
@@ -105,6 +107,15 @@ def sums(case: Case) -> Relation | None:
             1 - len(missing) / len(factors),
         )
     return Relation("summed twice", f"sums the ranks' {_kind_of(terms)}s with the factors {factors}")
+
+
+def _uneven(case: Case, terms: Mapping[str, Tensor]) -> Relation | None:
+    whole = torch.stack(list(terms.values())).sum(0)
+    if case.close(whole, case.reference) or not case.close(whole, case.observed):
+        return None
+    return Relation(
+        "uneven mean", f"is the mean of the ranks' {_kind_of(terms)}s, and not that of the whole batch"
+    )
 
 
 def _kind_of(terms: Mapping[str, Tensor]) -> str:

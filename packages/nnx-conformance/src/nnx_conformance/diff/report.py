@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from typing_extensions import TypedDict
 
@@ -118,8 +117,7 @@ def as_text(result: Result) -> str:
     verdict, compared = result.verdict, result.compared
     lines = [f"a  {_run(result.a)}", f"b  {_run(result.b)}", ""]
     if verdict is None:
-        agree = ", ".join(f"{kind} {size:.1e}" for kind, size in compared.largest.items() if size)
-        lines.append(f"The runs agree in {compared.steps} steps, up to rounding ({agree or 'bitwise'}).")
+        lines.append(agreement(result))
     else:
         lines += [*_table(result), "", f"{verdict.kind}: {verdict}", ""]
         lines += [f"  likely   {verdict.cause}", f"  look at  {verdict.look_at}"]
@@ -128,10 +126,25 @@ def as_text(result: Result) -> str:
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
+def agreement(result: Result) -> str:
+    """Return a sentence about runs that agree as far as they went."""
+    compared, finished = result.compared, min(result.a.finished, result.b.finished)
+    if not compared.steps:
+        return "No step was compared."
+    partial = f", and in step {finished} as far as it went" if compared.steps > finished else ""
+    sizes = ", ".join(f"{kind} {size:.1e}" for kind, size in compared.largest.items() if size)
+    return f"The runs agree in {_steps(finished)}{partial}, up to rounding{f' ({sizes})' if sizes else ''}."
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}"
+
+
 def _run(run: Run) -> str:
-    losses = [run.loss(step) for step in range(run.begun)]
-    shown = " ".join(f"{loss:.6g}" for loss in losses[:6] if loss is not None)
-    return f"{run.name}: {run.finished} steps, loss {shown}{' ...' if len(losses) > 6 else ''}"
+    losses = [loss for step in range(run.begun) if (loss := run.loss(step)) is not None]
+    shown = " ".join(f"{loss:.6g}" for loss in losses[:6])
+    more = " ..." if len(losses) > 6 else ""
+    return f"{run.name}: {_steps(run.finished)}{f', loss {shown}{more}' if losses else ''}"
 
 
 def _table(result: Result) -> list[str]:
@@ -151,13 +164,11 @@ def _cell(worth: dict[str, float]) -> str:
     return "" if not worth else f"{odd} differ" if odd else "equal"
 
 
-def heat_map(result: Result) -> dict[str, Any]:
-    """Return the distances in multiples of the tolerance: a row for each tensor, a column per step."""
-    rows = []
+def heat_map(result: Result) -> dict[str, dict[str, dict[int, float]]]:
+    """Return the distances in multiples of the tolerance, by kind, tensor and step."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
     for kind in _ORDER:
-        named: dict[str, dict[int, float]] = {}
         for step, worths in result.compared.table.get(kind, {}).items():
             for name, worth in worths.items():
-                named.setdefault(name, {})[step] = worth
-        rows += [(kind, name, values) for name, values in named.items()]
-    return {"steps": result.compared.steps, "rows": rows}
+                found.setdefault(kind, {}).setdefault(name, {})[step] = worth
+    return found

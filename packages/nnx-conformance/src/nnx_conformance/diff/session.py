@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nnx_conformance.diff.comparison import Comparer, Comparison, Finding
+from nnx_conformance.diff.comparison import Comparer, Comparison, Finding, why_no_twin
 from nnx_conformance.diff.job import Job
-from nnx_conformance.diff.record import RecordError, Run, read_run
+from nnx_conformance.diff.record import RecordError, Run, no_step, read_run
+from nnx_conformance.diff.recorder import Wanted
 from nnx_conformance.diff.sides import Side, run_side
 from nnx_conformance.diff.verdict import Verdict, judge, wanted_whole
 from nnx_core.errors import OptionError
@@ -64,7 +65,7 @@ def compare_runs(
         settings: Further fields of `Job`.
 
     Raises:
-        RecordError: A run recorded nothing.
+        RecordError: A run recorded no step.
     """
     with _directory(keep) as place:
         job = Job(
@@ -81,23 +82,46 @@ def compare_runs(
             return run_side(side, changed, name=str(side), timeout=timeout)
 
         first = run("a", a, captures=True)
-        notes = [] if first.error == "" else [f"Run a ended early: {first.error}"]
-        twin = _twin(run, a, notes)
+        if first.error and not first.finished:
+            raise no_step(str(a), first.error)
+        notes: list[str] = []
+        twin = _twin(run, a, first, notes)
         second = run("b", b)
-        if second.error:
-            notes.append(f"Run b ended early: {second.error}")
+        notes = [*note_ends(first, second), *notes]
         compared = Comparer(first, second, twin).compare()
-        if compared.finding is None:
-            return Result(first, second, compared, None, notes)
-        wanted = wanted_whole(compared.finding)
-        whole = None
-        if wanted:
-            whole = _run_again(run, a if twin is None else a.twin, b, second, compared.finding, wanted)
-            again = read_run(whole[1], str(b))
-            unlike = Comparer(second, again, None).compare()
-            if _is_its_own(unlike, compared.finding):
-                return Result(first, second, compared, _undetermined(unlike, compared.finding), notes)
-        return Result(first, second, compared, judge(first, second, compared, whole=whole), notes)
+
+        def again(finding: Finding, wanted: Sequence[Wanted]) -> tuple[Path, Path]:
+            exact, steps = a if twin is None else a.twin, finding.step + 1
+            shares = max(*(count for _, count in second.shares.values()), len(second.shares))
+            explain = (finding.step, finding.kind, finding.origin.name, shares)
+            right = run("a whole", exact, whole=wanted, explain=explain, steps=steps)
+            return right.directory, run("b whole", b, whole=wanted, steps=steps).directory
+
+        return Result(first, second, compared, find_verdict(first, second, compared, again), notes)
+
+
+def find_verdict(
+    a: Run, b: Run, compared: Comparison, again: Callable[[Finding, Sequence[Wanted]], tuple[Path, Path]]
+) -> Verdict | None:
+    """Return the verdict on a comparison, after a second run of both sides; None if the runs agree.
+
+    Args:
+        a: The first run.
+        b: The second run.
+        compared: The comparison.
+        again: Runs both sides again, with some tensors whole; returns the directories of the records.
+    """
+    finding = compared.finding
+    if finding is None:
+        return None
+    wanted = wanted_whole(finding)
+    if not wanted:
+        return judge(a, b, compared)
+    whole = again(finding, wanted)
+    own = Comparer(b, read_run(whole[1], b.name), None, by_rank=True).compare().finding
+    if own is not None and own.step <= finding.step:
+        return _undetermined(own, finding)
+    return judge(a, b, compared, whole=whole)
 
 
 def compare_records(left: Path, right: Path) -> Result:
@@ -115,54 +139,37 @@ def compare_records(left: Path, right: Path) -> Result:
     )
 
 
-def _twin(run: Callable[..., Run], a: Side, notes: list[str]) -> Run | None:
+def note_ends(first: Run, second: Run) -> list[str]:
+    """Say which run ended early; a script that ends by itself must do so on both sides."""
+    notes = []
+    most = max(first.finished, second.finished)
+    for letter, run in (("a", first), ("b", second)):
+        if not run.error and run.finished < most:
+            run.error = f"the script ended after {run.finished} steps, and the other side's after {most}"
+        if run.error:
+            notes.append(f"Run {letter} ended early: {run.error.rstrip('.')}.")
+    return notes
+
+
+def _twin(run: Callable[..., Run], a: Side, first: Run, notes: list[str]) -> Run | None:
+    """Run the float64 twin; None, and a note, if it fails or computes something else."""
     try:
         twin = run("twin", a.twin)
+        why = twin.error or why_no_twin(first, twin)
+        if not why:
+            return twin
     except RecordError as error:
-        notes.append(f"There is no float64 twin of run a, so tolerances are those of its precision: {error}")
-        return None
-    if twin.error or not twin.finished:
-        notes.append(
-            f"There is no float64 twin of run a, so tolerances are those of its precision: {twin.error}"
-        )
-        return None
-    return twin
-
-
-def _run_again(
-    run: Callable[..., Run],
-    a: Side,
-    b: Side,
-    second: Run,
-    finding: Finding,
-    wanted: Sequence[tuple[int, str, str]],
-) -> tuple[Path, Path]:
-    """Record the culprit whole on both sides; side a adds the tensors that typical faults would give."""
-    shares = max(*(count for _, count in second.shares.values()), len(second.shares))
-    explain = (finding.step, finding.kind, finding.origin.name, shares)
-    steps = finding.step + 1
-    again = run("a whole", a, whole=wanted, explain=explain, steps=steps)
-    other = run("b whole", b, whole=wanted, steps=steps)
-    return again.directory, other.directory
-
-
-def _is_its_own(unlike: Comparison, finding: Finding) -> bool:
-    """Return True if run b differs from itself as early as it differs from run a."""
-    own = unlike.finding
-    return own is not None and own.step <= finding.step
-
-
-def _undetermined(unlike: Comparison, finding: Finding) -> Verdict:
-    own = unlike.finding
-    assert own is not None
-    return Verdict(
-        own.step,
-        own.origin.name,
-        own.kind,
-        "not deterministic",
-        f"of run b differs between two runs of it by {own.origin.size:.2g} of its norm",
-        evidence=[f"Run a and run b differ by {finding.origin.size:.2g} in {finding.origin.name}."],
+        why = error.message
+    notes.append(
+        f"There is no float64 twin of run a, so tolerances are those of its precision: {why.rstrip('.')}."
     )
+    return None
+
+
+def _undetermined(own: Finding, finding: Finding) -> Verdict:
+    detail = f"of run b differs between two runs of it by {own.origin.size:.2g} of its norm"
+    evidence = [f"Run a and run b differ by {finding.origin.size:.2g} in {finding.origin.name}."]
+    return Verdict(own.step, own.origin.name, own.kind, "not deterministic", detail, evidence=evidence)
 
 
 @contextmanager

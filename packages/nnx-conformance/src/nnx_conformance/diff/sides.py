@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -92,8 +93,14 @@ def run_side(side: Side, job: Job, *, name: str, timeout: float) -> Run:
         timeout: The seconds that it may take.
 
     Raises:
-        RecordError: The processes recorded nothing.
+        OptionError: There is no such interpreter.
+        RecordError: The processes recorded no step.
     """
+    python = side.python or sys.executable
+    if shutil.which(python) is None:
+        raise OptionError(
+            f"there is no interpreter {python!r}.", remedy="Pass the path of one, such as .venv2/bin/python."
+        )
     directory = Path(job.directory)
     directory.mkdir(parents=True, exist_ok=True)
     path = (directory / "job.json").resolve()
@@ -105,7 +112,7 @@ def run_side(side: Side, job: Job, *, name: str, timeout: float) -> Run:
         precision=side.precision,
         script=side.script or job.script,
     ).write(path)
-    words = [side.python or sys.executable, "-m", "nnx_conformance.diff.worker"]
+    words = [python, "-m", "nnx_conformance.diff.worker"]
     port = free_port()
     with ExitStack() as stack:
         processes = []
@@ -115,19 +122,30 @@ def run_side(side: Side, job: Job, *, name: str, timeout: float) -> Run:
             environment = {**threads, **os.environ, **own, VARIABLE: str(path)}
             log = stack.enter_context((directory / f"output{rank}.txt").open("wb"))
             processes.append(subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        _wait(processes, timeout)
-    return read_run(directory, name)
+        ended = wait(processes, timeout)
+    run = read_run(directory, name)
+    if not run.error:
+        run.error = ended
+    return run
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> None:
-    """Wait for all processes; after the first failure the others have a few seconds to end."""
+def wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> str:
+    """Wait for all processes, and return how they failed; empty if they did not.
+
+    After the first failure the others have a few seconds to end.
+    """
     end = time.monotonic() + timeout
     try:
         while any(process.poll() is None for process in processes) and time.monotonic() < end:
             if any(process.poll() for process in processes):
                 end = min(end, time.monotonic() + _AFTER_FAILURE)
             time.sleep(0.05)
+        late = [rank for rank, process in enumerate(processes) if process.poll() is None]
+        failed = [rank for rank, process in enumerate(processes) if process.poll()]
     finally:
         for process in processes:
             process.kill()
             process.wait()
+    if failed:
+        return f"rank {failed[0]}: exit code {processes[failed[0]].returncode}"
+    return f"rank {late[0]}: no end within {timeout:g} s" if late else ""

@@ -19,6 +19,10 @@ from nnx_base.box import Box
 
 WIDTH = 16
 """The number of signs for each element; distances are known to about 20 %."""
+_INNER = 1 << 12
+"""The most elements of the last dims whose signs are multiplied out."""
+_BLOCK = 1 << 16
+"""The elements that a CPU converts at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,29 +115,47 @@ def measure(view: Tensor, box: Box, shape: Sequence[int]) -> Statistic:
     if data.is_complex():
         data = torch.view_as_real(data)
         box, shape = Box((*box.offset, 0), (*box.size, 2)), (*shape, 2)
-    data = data.to(torch.float64)
-    finite = data.isfinite()
-    nonfinite = int(data.numel() - finite.sum())
-    if nonfinite:
-        data = torch.where(finite, data, 0.0)
-    sums = _signed_sums(data, box, shape)
-    numbers = torch.cat([data.sum().view(1), data.square().sum().view(1), sums]).tolist()
-    return Statistic(data.numel(), numbers[0], numbers[1], nonfinite, tuple(numbers[2:]))
+    numbers, nonfinite = _numbers(data, box, shape), 0
+    if not numbers[1].isfinite():
+        finite = data.isfinite()
+        nonfinite = int(data.numel() - finite.sum())
+        numbers = _numbers(torch.where(finite, data, 0.0), box, shape)
+    found: list[float] = numbers.tolist()
+    return Statistic(data.numel(), found[0], found[1], nonfinite, tuple(found[2:]))
 
 
-def _signed_sums(data: Tensor, box: Box, shape: Sequence[int]) -> Tensor:
+def _numbers(data: Tensor, box: Box, shape: Sequence[int]) -> Tensor:
+    """Return the sum, the sum of squares and the sketch."""
     # The signs of an element are a product of one factor for each dim, so that no rank makes signs for more
-    # than the edges of its boxes, and the last dim is one matrix product.
-    if data.dim() == 0:
-        return data.expand(WIDTH)
-    factors = [
-        _signs(dim, shape[dim], data.device)[box.offset[dim] : box.offset[dim] + box.size[dim]]
-        for dim in range(data.dim())
-    ]
-    sums = data @ factors[-1]
-    for factor in reversed(factors[:-1]):
-        sums = (sums * factor).sum(-2)
-    return sums
+    # than the edges of its boxes. The last dims are one matrix product, in blocks that stay in the cache.
+    first = data.dim() - 1
+    while first > 0 and math.prod(data.shape[first - 1 :]) <= _INNER:
+        first -= 1
+    first = max(first, 0)
+    factors = [_factor(dim, box, shape, data.device) for dim in range(data.dim())]
+    inner, outer = _product(factors[first:], data.device), _product(factors[:first], data.device)
+    rows = data.reshape(len(outer), len(inner))
+    height = len(rows) if data.is_cuda else max(1, _BLOCK // max(1, len(inner)))
+    found = torch.zeros(WIDTH + 2, dtype=torch.float64, device=data.device)
+    for start in range(0, len(rows), max(1, height)):
+        values = rows[start : start + height].to(torch.float64)
+        flat = values.flatten()
+        found[0] += flat.sum()
+        found[1] += flat.dot(flat)
+        found[2:] += ((values @ inner) * outer[start : start + height]).sum(0)
+    return found
+
+
+def _factor(dim: int, box: Box, shape: Sequence[int], device: torch.device) -> Tensor:
+    return _signs(dim, shape[dim], device)[box.offset[dim] : box.offset[dim] + box.size[dim]]
+
+
+def _product(factors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the products of the factors of some dims, a row for each element."""
+    found = torch.ones(1, WIDTH, dtype=torch.float64, device=device)
+    for factor in factors:
+        found = (found[:, None] * factor).flatten(0, 1)
+    return found
 
 
 @lru_cache(maxsize=256)

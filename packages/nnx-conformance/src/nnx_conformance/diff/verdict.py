@@ -18,6 +18,10 @@ from nnx_conformance.diff.relations import Case, Relation, relation
 CAUSES = {
     "missing sum": ("a reduction over the ranks is missing", "the parameter's hook, group or bucket"),
     "summed twice": ("a term is added twice", "a second reduction, or a hook that is registered twice"),
+    "uneven mean": (
+        "each rank's loss divides by its own count, such as that of tokens without padding",
+        "the divisor of the loss: the count of all ranks, divided by their number",
+    ),
     "factor N": (
         "a mean is taken where a sum is, or twice",
         "the division by the number of ranks or batches",
@@ -37,7 +41,10 @@ CAUSES = {
     "clipping": ("gradients are clipped otherwise", "the norm: of all ranks, all groups, each element once"),
     "other start": ("the runs begin with other weights", "the broadcast of the initial weights, and seeds"),
     "batch statistics": ("each rank normalizes its own share", "sync_batchnorm=True, or another norm"),
-    "random draws": ("the step draws random numbers, on each rank its own", "--no-dropout, or equal ranks"),
+    "random draws": (
+        "the step draws random numbers, on each rank its own",
+        "--no-dropout, or as many ranks on both sides",
+    ),
     "not deterministic": (
         "the run differs from itself",
         "atomics, cuDNN, threads, and unseeded random numbers",
@@ -144,11 +151,11 @@ def _where(finding: Finding) -> str:
 
 def _from_ratio(origin: Difference) -> Relation | None:
     """Guess a relation from sketches, where the culprit is not there whole."""
-    if origin.name == "loss":
-        return Relation("factor", f"has the factor {origin.ratio:.4g}", origin.ratio)
+    if math.isnan(origin.ratio):
+        return None
     if origin.ratio == 0.0:
         return Relation("zero", "is zero", 0.0)
-    return None
+    return Relation("factor", f"has the factor {origin.ratio:.4g}", origin.ratio)
 
 
 def _relate(
@@ -257,8 +264,16 @@ def _conclude(a: Run, b: Run, finding: Finding, holds: Relation | None, ranks: t
     if finding.kind == "weight":
         kind = "other start"
     name, where = finding.origin.name, _where(finding)
-    if finding.loss is not None and kind in ("factor N", "summed twice", "other value", "wrong slice"):
-        if kind != "factor N":
+    if finding.loss is not None and kind in (
+        *("factor N", "uneven mean", "summed twice", "other value", "wrong slice"),
+    ):
+        if kind == "uneven mean":
+            most = max(each.size for each in finding.differences)
+            detail = (
+                f"differs by {finding.loss.size:.2g}, and gradients by up to {most:.2g}: they are means of "
+            )
+            detail += "the ranks' shares, not of the whole batch"
+        elif kind != "factor N":
             kind, detail = "other mask", f"differs by {finding.loss.size:.2g}, and all outputs agree"
         name = where = "loss"
     return Verdict(
