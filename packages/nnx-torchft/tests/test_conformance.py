@@ -56,3 +56,22 @@ class TestDataByRank(StrategyConformance):
         for check in select_checks(("lightning_api", "user_patterns"))
         if check.name not in AVERAGES
     )
+
+
+@pytest.mark.full
+class TestExactDataOfOneProcess(StrategyConformance):
+    """A group of one process."""
+
+    strategy = "torchft_ddp"
+    one_rank = True
+    only = TestExactData.only
+
+
+@pytest.mark.full
+class TestDataByGroup(StrategyConformance):
+    """Lightning's API and user code in a group of one process."""
+
+    strategy = "torchft_ddp"
+    options = {"data": "drop"}  # noqa: RUF012
+    one_rank = True
+    only = ("lightning_api", "user_patterns")
