@@ -59,16 +59,16 @@ class TestDataByRank(StrategyConformance):
 
 
 @pytest.mark.full
-class TestExactDataOfOneProcess(StrategyConformance):
+class TestOneProcess(StrategyConformance):
     """A group of one process."""
 
     strategy = "torchft_ddp"
     one_rank = True
-    only = TestExactData.only
+    only = (*TestExactData.only, "converges", "checkpoints")
 
 
 @pytest.mark.full
-class TestDataByGroup(StrategyConformance):
+class TestOneProcessDataByGroup(StrategyConformance):
     """Lightning's API and user code in a group of one process."""
 
     strategy = "torchft_ddp"

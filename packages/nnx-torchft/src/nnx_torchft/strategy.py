@@ -27,6 +27,7 @@ from nnx_core.lightning.namespaces import StrategyOfTrainer
 from nnx_core.lightning.resume.transfer import give_state, prepare_batch, progress_of, take_state
 from nnx_core.lightning.routing import unwrap_optimizer
 from nnx_core.lightning.trainer import TrainerAdapter
+from nnx_core.optimizers.gradients import refuse_sparse_gradient
 from nnx_torchft.backends import ElasticBackend, ShardedBackend, WholeBackend
 from nnx_torchft.data import ElasticLoader, Share, refuse_loader
 from nnx_torchft.finished import Mark
@@ -326,7 +327,11 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
 
     def _commit(self) -> bool:
         with self.backend.local():
-            return self._in_quorum().commit(self.lightning_module.parameters(), self._facts())
+            parameters = dict(self.lightning_module.named_parameters())
+            for name, parameter in parameters.items():
+                if parameter.grad is not None:
+                    refuse_sparse_gradient(parameter.grad, name)
+            return self._in_quorum().commit(parameters.values(), self._facts())
 
     def _compute_again(self, closure: Callable[[], Any]) -> Any:
         """Compute the gradients of a step again, with the share of a new quorum."""

@@ -94,7 +94,7 @@ def train(run: Run, group: str, rank: int = 0, port: int = 0) -> None:
             share = (0, 1) if quorum is None else (quorum.share.index, quorum.share.of)
             loss = (self.net(x) - y).square().mean()
             at = {"step": self.trainer.global_step, "micro": index, "index": share[0], "of": share[1]}
-            note(**at, rows=rows.tolist(), loss=float(loss))
+            note(**at, rows=rows.tolist(), loss=loss.item())
             time.sleep(run.pause)
             if run.poison == (group, self.trainer.global_step):
                 loss = loss + self.net[0].bias[0] * float("nan")  # one gradient of one shard
