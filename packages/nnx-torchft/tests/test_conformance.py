@@ -1,4 +1,4 @@
-"""One group of two processes keeps the promises of a strategy.
+"""One group, of two processes or of one, keeps the promises of a strategy.
 
 Some checks give each rank batches of its own, and exact elastic training divides the loader's batch over the
 ranks. They run with ``data="drop"``. `test_sharded.py` compares the samples of groups with one process.
