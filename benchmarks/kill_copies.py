@@ -1,7 +1,7 @@
 """Kill ranks at random moments; the next processes must resume, bit by bit, from the copies in memory.
 
     python benchmarks/kill_copies.py [--strategy all] [--memory-checkpoint 5] [--kills 60] [--seed 1]
-                                     [--hosts 2] [--torchrun] [--stall] [--json]
+                                     [--hosts 2] [--torchrun] [--stall [--tensors 200]] [--json]
 
 A run trains a small model with dropout on two ranks, under fsdp_auto, nnscaler_zero, colossalai and ddp, or
 one of them. At a random moment a rank, or all, get SIGKILL: in a step, while a copy is written, or while a
@@ -12,8 +12,9 @@ A step counts as computed when its hooks have ended.
 
 Processes are forked from one that has imported everything; with ``--torchrun`` torchrun starts and restarts
 them. Hosts are pretended: each has a directory of its own in memory, and ranks see only that of their host.
-``--stall`` measures, without kills and with a larger model, how long training waits for a copy: the processor
-time of the copy and all time that the next step waits for its end, beside the processor time of a step.
+``--stall`` measures, without kills and with a larger model of so many parameter tensors, how long training
+waits for a copy: the processor time of the copy and all time that the next step waits for its end, beside the
+processor time of a step.
 """
 
 from __future__ import annotations
@@ -49,20 +50,34 @@ class LostError(Exception):
     """A run did not resume as it must."""
 
 
-def module_of(heavy: bool) -> Any:
-    """A model with dropout, and its data; the heavy one takes more than 200 ms for a step."""
+@dataclass(frozen=True)
+class Size:
+    """The size of a model: its layers of one width, the samples of a batch, and the passes of a step."""
+
+    width: int = 32
+    layers: int = 2
+    batch: int = 4
+    passes: int = 1
+
+
+SIZES = {0: Size(), 16: Size(256, 8, 256, 9), 200: Size(64, 100, 256, 3)}
+"""The model that is killed, and larger ones by the number of their tensors; their step takes about 200 ms."""
+
+
+def module_of(size: Size) -> Any:
+    """A model with dropout, and its data."""
     import torch
     from lightning.pytorch import LightningModule
     from torch import nn
 
-    width, layers, batch = (256, 8, 256) if heavy else (32, 2, 4)
+    width, batch = size.width, size.batch
 
     class Net(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
             blocks = [
-                nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(layers)
+                nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(size.layers)
             ]
             self.body = nn.Sequential(*blocks)
 
@@ -71,8 +86,7 @@ def module_of(heavy: bool) -> Any:
 
         def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
             x = batch[0]
-            rounds = 9 if heavy else 1
-            for _ in range(rounds):
+            for _ in range(size.passes):
                 x = self(x)
             return (x - batch[0]).square().mean()
 
@@ -87,7 +101,7 @@ def module_of(heavy: bool) -> Any:
     return Net()
 
 
-def train(strategy: str, folder: str, every: int, hosts: int, boot: int, heavy: bool) -> None:
+def train(strategy: str, folder: str, every: int, hosts: int, boot: int, heavy: int) -> None:
     """Train on this rank, and log every step. Runs in processes of their own."""
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
@@ -95,8 +109,8 @@ def train(strategy: str, folder: str, every: int, hosts: int, boot: int, heavy: 
     import nnx
 
     torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    memory = Path(folder) / f"host{rank * hosts // size}"
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    memory = Path(folder) / f"host{rank * hosts // ranks}"
     memory.mkdir(exist_ok=True)
     log = (Path(folder) / f"log-{rank}").open("a", buffering=1)
 
@@ -115,7 +129,7 @@ def train(strategy: str, folder: str, every: int, hosts: int, boot: int, heavy: 
 
     say(pid=os.getpid())
     seed_everything(5, verbose=False)
-    module, noting = module_of(heavy), Log()
+    module, noting = module_of(SIZES[heavy]), Log()
 
     def after_step(*_: Any) -> None:  # the module's hook, which follows those of all callbacks
         if heavy:  # only the copy's callback was called in between
@@ -130,7 +144,7 @@ def train(strategy: str, folder: str, every: int, hosts: int, boot: int, heavy: 
     trainer = Trainer(
         strategy=nnx.strategy(strategy, **options),
         accelerator="cpu",
-        devices=size,
+        devices=ranks,
         max_steps=STALL_STEPS if heavy else STEPS,
         logger=False,
         enable_checkpointing=False,
@@ -260,7 +274,7 @@ class Starter:
             return bool(killed[0])
         from nnx_conformance.pool import JobError
 
-        arguments = (strategy, str(folder), self.options.memory_checkpoint, self.options.hosts, boot, False)
+        arguments = (strategy, str(folder), self.options.memory_checkpoint, self.options.hosts, boot, 0)
         try:
             self.pool.run(train, *arguments, world_size=RANKS, env={"NNX_RUN_ID": folder.name}, end_after=1.0)
         except JobError as error:
@@ -405,7 +419,7 @@ def measure_stall(strategy: str, options: argparse.Namespace, scratch: Path) -> 
             for name, every in (("without", 0), ("with", options.memory_checkpoint)):
                 folder = scratch / f"{strategy}-stall-{name}-{number}"
                 folder.mkdir()
-                arguments = (strategy, str(folder), every, options.hosts, 0, True)
+                arguments = (strategy, str(folder), every, options.hosts, 0, options.tensors)
                 pool.run(train, *arguments, world_size=RANKS, env={"NNX_RUN_ID": folder.name}, timeout=500.0)
                 steps = [event for event in Logs(folder).read()[0] if "step" in event][3:]
                 for before, after in pairwise(steps):
@@ -422,8 +436,7 @@ def measure_stall(strategy: str, options: argparse.Namespace, scratch: Path) -> 
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def main() -> None:
-    """Run the trials; the exit code is 1 if anything was lost."""
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--strategy", default="all", choices=["all", *STRATEGIES])
     parser.add_argument("--memory-checkpoint", type=int, default=5)
@@ -432,13 +445,19 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2, choices=[1, 2])
     parser.add_argument("--torchrun", action="store_true")
     parser.add_argument("--stall", action="store_true")
+    parser.add_argument("--tensors", type=int, default=16, choices=[16, 200])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the trials; the exit code is 1 if anything was lost."""
+    options = _arguments()
     if options.worker:
         strategy, folder = options.worker
         boot = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        train(strategy, folder, options.memory_checkpoint, options.hosts, boot, False)
+        train(strategy, folder, options.memory_checkpoint, options.hosts, boot, 0)
         return
     os.environ["OMP_NUM_THREADS"] = "1"
     scratch = Path(tempfile.mkdtemp(prefix="nnx-kills-", dir="/dev/shm"))

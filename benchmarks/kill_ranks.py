@@ -14,139 +14,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import multiprocessing
 import os
 import random
 import shutil
-import socket
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-BATCH, SAMPLES, EPOCHS, PAUSE = 12, 600, 6, 0.04
-"""The global batch, the dataset, and the seconds that a step takes at least."""
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages/nnx-torchft/tests"))
+from jobs.elastic import Group, Run, undisturbed
 
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """The work of each process of a run; by default that of the undisturbed process."""
-
-    folder: str
-    dtype: str
-    strategy: str = "auto"
-    address: str = ""
-    run: str = ""
-    ranks: int = 1
-    timeout: float = 0.0
-
-
-def train(work: Work, group: str, rank: int = 0, port: int = 0) -> None:
-    """Train one process of a group, or the undisturbed one, and write down what it does."""
-    from nnx_core.launch.launcher import variables
-
-    strategy, folder, dtype = work.strategy, work.folder, work.dtype
-    if work.ranks > 1:
-        os.environ.update(variables(rank, nodes=1, devices=work.ranks, address="127.0.0.1", port=port))
-    import lightning.pytorch as pl
-    import torch
-    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-    import nnx
-
-    torch.set_num_threads(1)
-    log = (Path(folder) / f"{group}.{os.getpid()}.jsonl").open("a")
-    sys.stderr = sys.stdout = (Path(folder) / f"{group}.{os.getpid()}.log").open("a", buffering=1)
-    os.dup2(sys.stderr.fileno(), 2)
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
-
-    def note(**what: Any) -> None:
-        log.write(json.dumps({"time": time.time(), **what}) + "\n")
-        log.flush()
-
-    class Notes(Callback):
-        """Writes down commits, saves and heals."""
-
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            note(committed=trainer.global_step - 1)
-
-        def on_save_checkpoint(self, trainer: Any, *_: Any) -> None:
-            if threading.current_thread() is threading.main_thread() and trainer.is_global_zero:
-                note(saves=trainer.global_step)
-            else:
-                note(sends=trainer.global_step)
-
-        def on_load_checkpoint(self, *_: Any) -> None:
-            note(heals=True)
-
-    class Model(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
-            self.to(getattr(torch, dtype))
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            rows, x, y = batch
-            loss = (self.net(x) - y).square().mean()
-            share = getattr(getattr(self.trainer.strategy, "quorum", None), "share", None)
-            note(
-                step=self.trainer.global_step,
-                index=0 if share is None else share.index,
-                of=1 if share is None else share.of,
-                rows=rows.tolist(),
-                loss=float(loss),
-            )
-            if strategy != "auto":
-                time.sleep(PAUSE)
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 40, 0.9)
-            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-    pl.seed_everything(3, verbose=False)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(SAMPLES, 16, generator=generator, dtype=getattr(torch, dtype))
-    data = TensorDataset(torch.arange(SAMPLES), x, x[:, :1].sin())
-    sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=3)
-    if strategy == "auto":
-        chosen, saves = "auto", []
-    else:
-        chosen = nnx.strategy(
-            strategy,
-            lighthouse=work.address,
-            run_id=work.run,
-            group=group,
-            group_timeout=work.timeout,
-            connect_timeout=10.0,
-        )
-        saves = [ModelCheckpoint(dirpath=f"{folder}/saves", every_n_train_steps=10, save_top_k=-1)]
-    trainer = pl.Trainer(
-        strategy=chosen,
-        accelerator="cpu",
-        devices=work.ranks,
-        max_epochs=EPOCHS,
-        precision="64-true" if dtype == "float64" else "32-true",
-        callbacks=[Notes(), *saves],
-        enable_checkpointing=bool(saves),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
-    model = Model()
-    trainer.fit(model, DataLoader(data, batch_size=BATCH, sampler=sampler))
-    note(ended=trainer.global_step, counts={k: float(v) for k, v in trainer.callback_metrics.items()})
-    if rank == 0:
-        torch.save(model.net.state_dict(), Path(folder) / f"{group}.pt")
+BATCH = 12
+"""The samples of a global batch."""
 
 
 @dataclass
@@ -172,85 +55,35 @@ class Verdict:
             self.gap = max(self.gap, end - begin)
 
 
-class Group:
-    """One group, whose processes are started again after each kill."""
-
-    def __init__(self, context: Any, name: str, work: Work) -> None:
-        self.name, self.work, self._context = name, work, context
-        self.start()
-
-    def start(self) -> None:
-        """Start the processes."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.processes = [
-            self._context.Process(target=train, args=(self.work, self.name, rank, port))
-            for rank in range(self.work.ranks)
-        ]
-        for process in self.processes:
-            process.start()
-        self._read, self.commits = 0, 0
-
-    @property
-    def is_alive(self) -> bool:
-        """True while all processes live."""
-        return all(process.is_alive() for process in self.processes)
-
-    def look(self) -> list[dict[str, Any]]:
-        """Return what the first process has written since the last look."""
-        path = Path(self.work.folder) / f"{self.name}.{self.processes[0].pid}.jsonl"
-        if not path.exists():
-            return []
-        with path.open() as file:
-            file.seek(self._read)
-            text = file.read()
-        whole = text[: text.rfind("\n") + 1]
-        self._read += len(whole)
-        found = [json.loads(line) for line in whole.splitlines()]
-        self.commits += sum("committed" in each for each in found)
-        return found
-
-    def kill(self, rank: int) -> None:
-        """Kill a process, end the others, and start all again."""
-        self.processes[rank].kill()
-        self.processes[rank].join()
-        self.end()
-        self.start()
-
-    def end(self, timeout: float = 0.0) -> bool:
-        """Wait for the processes; kill them after a time, and return False then."""
-        until = time.time() + timeout
-        for process in self.processes:
-            process.join(max(0.0, until - time.time()))
-        ended = not any(process.is_alive() for process in self.processes)
-        for process in self.processes:
-            process.kill()
-            process.join()
-        return ended
-
-
 def disturb(groups: list[Group], verdict: Verdict, kinds: list[str], chance: random.Random) -> None:
-    """Kill groups until the run has ended or no kill is left; then wait for its end."""
+    """Kill groups, and start each again, until the run has ended or no kill is left; wait for its end."""
     due, began = time.time() + chance.uniform(0.5, 2.5), time.time()
+    seen = dict.fromkeys(range(len(groups)), 0)
     while all(group.is_alive for group in groups) and time.time() - began < 600:
         time.sleep(0.002)
-        news = {group.name: group.look() for group in groups}
-        training = [group for group in groups if group.commits > 2]
+        news = [group.notes[seen[index] :] for index, group in enumerate(groups)]
+        seen = {index: len(group.notes) for index, group in enumerate(groups)}
+        training = [index for index, group in enumerate(groups) if group.commits > 2]
         if not kinds or not training or time.time() < due:
             continue
-        victim = _victim(groups, training, news, kinds[-1], chance)
+        victim = _victim(news, training, kinds[-1], chance)
         if victim is None:
             if time.time() > due + 2:  # no group heals, or saves: kill one, which heals later
                 kinds.append(kinds.pop(kinds.index("step")) if "step" in kinds else "step")
             continue
+        group = groups[victim]
         verdict.killed.append(time.time())
-        victim.kill(chance.randrange(len(victim.processes)))
+        group.kill(chance.randrange(group.run.ranks))
+        groups[victim], seen[victim] = Group(group.run, group.name), 0
         verdict.kills[kinds.pop()] += 1
         due = time.time() + chance.uniform(0.3, 1.5)
+    until = time.time() + 120
     for group in groups:
-        if not group.end(120):
-            verdict.lost.append(f"{group.work.run}: {group.name} does not end")
+        for process in group.processes:
+            process.join(max(0.0, until - time.time()))
+        if any(process.is_alive() for process in group.processes):
+            verdict.lost.append(f"{group.run.folder.name}: {group.name} does not end")
+            group.kill()
 
 
 def _kinds(kills: int, chance: random.Random) -> list[str]:
@@ -262,16 +95,16 @@ def _kinds(kills: int, chance: random.Random) -> list[str]:
 
 
 def _victim(
-    groups: list[Group], training: list[Group], news: dict[str, Any], wanted: str, chance: random.Random
-) -> Group | None:
+    news: list[list[dict[str, Any]]], training: list[int], wanted: str, chance: random.Random
+) -> int | None:
     """Return the group to kill now, if another one trains."""
     if wanted == "step":
         return chance.choice(training) if len(training) > 1 else None
     key = {"heal": "heals", "save": "saves"}[wanted]
-    for group in groups:
-        survives = any(other is not group for other in training)
-        if survives and any(key in each for each in news[group.name]):
-            return group
+    for index, own in enumerate(news):
+        survives = any(other != index for other in training)
+        if survives and any(key in each for each in own):
+            return index
     return None
 
 
@@ -419,30 +252,28 @@ def main() -> int:
         heartbeat_timeout_ms=int(1000 * given.heartbeat),
     )
     address = f"127.0.0.1:{lighthouse.address().rpartition(':')[2]}"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "lightning.pytorch", "nnx", "nnx_torchft.strategy"])
     folder = given.keep or Path(tempfile.mkdtemp())
-    reference = folder / "reference"
-    reference.mkdir(parents=True)
-    undisturbed = Work(folder=str(reference), dtype=given.dtype)
-    plain = context.Process(target=train, args=(undisturbed, "plain"))
-    plain.start()
-    plain.join()
+    folder.mkdir(parents=True, exist_ok=True)
+    work = Run(
+        folder=folder,
+        lighthouse=address,
+        strategy=given.strategy,
+        ranks=given.ranks,
+        options={"group_timeout": given.timeout},
+        samples=600,
+        batch=BATCH,
+        epochs=6,
+        pause=0.04,
+        precision={"float64": "64-true", "float32": "32-true"}[given.dtype],
+        save_every=10,
+    )
+    reference = undisturbed(work).run.folder
     verdict, chance = Verdict(), random.Random(given.seed)
     kinds = _kinds(given.kills, chance)
     while kinds:
         run = folder / f"run{verdict.runs}"
         run.mkdir()
-        work = Work(
-            folder=str(run),
-            dtype=given.dtype,
-            strategy=given.strategy,
-            address=address,
-            run=run.name,
-            ranks=given.ranks,
-            timeout=given.timeout,
-        )
-        groups = [Group(context, f"g{index}", work) for index in range(given.groups)]
+        groups = [Group(replace(work, folder=run), f"g{index}") for index in range(given.groups)]
         before = len(verdict.killed)
         disturb(groups, verdict, kinds, chance)
         examine(run, groups, reference, verdict, kills=len(verdict.killed) - before)

@@ -1,4 +1,4 @@
-"""One group of two processes keeps the promises of a strategy.
+"""One group, of two processes or of one, keeps the promises of a strategy.
 
 Some checks give each rank batches of its own, and exact elastic training divides the loader's batch over the
 ranks. They run with ``data="drop"``. `test_sharded.py` compares the samples of groups with one process.
@@ -56,3 +56,22 @@ class TestDataByRank(StrategyConformance):
         for check in select_checks(("lightning_api", "user_patterns"))
         if check.name not in AVERAGES
     )
+
+
+@pytest.mark.full
+class TestOneProcess(StrategyConformance):
+    """A group of one process."""
+
+    strategy = "torchft_ddp"
+    one_rank = True
+    only = (*TestExactData.only, "converges", "checkpoints")
+
+
+@pytest.mark.full
+class TestOneProcessDataByGroup(StrategyConformance):
+    """Lightning's API and user code in a group of one process."""
+
+    strategy = "torchft_ddp"
+    options = {"data": "drop"}  # noqa: RUF012
+    one_rank = True
+    only = ("lightning_api", "user_patterns")

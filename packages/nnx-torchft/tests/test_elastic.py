@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -107,9 +109,31 @@ def test_the_last_group_resumes_from_disk_and_other_strategies_resume_its_checkp
     assert_equal(Group(other, "g0"), plain)
 
 
-def test_a_group_that_comes_after_the_end_does_not_train_again(run: Run) -> None:
+def test_a_group_that_comes_after_the_end_ends_without_training(run: Run) -> None:
     Group(replace(run, epochs=1), "g0").end()
-    assert "RunFinishedError: this run is finished at step 10." in Group(replace(run, epochs=1), "g1").error()
+    late = Group(replace(run, epochs=1), "g1")
+    assert late.exit_code() == 0, late.log
+    assert "elastic: this run is finished at step 10" in late.log
+    assert late.notes == []
+
+
+@pytest.mark.full
+def test_the_launcher_ends_well_where_the_run_has_ended(tmp_path: Path) -> None:
+    script = tmp_path / "group.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from pathlib import Path\n"
+        "from jobs.elastic import Run, train\n"
+        "train(Run(folder=Path.cwd(), epochs=1), 'g0')\n"
+    )
+    command = [sys.executable, "-c", "from nnx_checkpoint.cli.command import main; main()", "run"]
+    for starts in (1, 2):
+        words = [*command, "--elastic", "1", "--", str(script)]
+        ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+        assert (ended.returncode, "starting it again" in ended.stdout) == (0, False), ended
+        assert len(list(tmp_path.glob("g0.*.log"))) == starts
+    finished = [log for log in tmp_path.glob("g0.*.log") if "run is finished at step 10" in log.read_text()]
+    assert len(finished) == 1
 
 
 def test_a_lighthouse_that_is_absent_is_named_within_the_timeout(run: Run) -> None:

@@ -17,7 +17,7 @@ import torch
 from nnx_core.errors import LaunchError, OptionError, UnsupportedError
 from nnx_core.launch.launcher import make_launcher
 from nnx_torchft.data import ElasticLoader, Share, refuse_loader
-from nnx_torchft.finished import Mark, RunFinishedError
+from nnx_torchft.finished import Mark
 from nnx_torchft.options import ElasticOptions
 
 
@@ -79,12 +79,11 @@ def test_options_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ElasticOptions(lighthouse="http://a:1").address == "a:1"
 
 
-def test_a_finished_run_is_refused_and_another_is_not(tmp_path: Path) -> None:
-    Mark(str(tmp_path), "one").refuse_finished()
+def test_a_finished_run_has_a_mark_and_another_has_none(tmp_path: Path) -> None:
+    assert Mark(str(tmp_path), "one").read() is None
     Mark(str(tmp_path), "one").write(12)
-    with pytest.raises(RunFinishedError, match="this run is finished at step 12"):
-        Mark(str(tmp_path), "one").refuse_finished()
-    Mark(str(tmp_path), "two").refuse_finished()
+    assert Mark(str(tmp_path), "one").read() == 12
+    assert Mark(str(tmp_path), "two").read() is None
 
 
 @pytest.mark.parametrize("name", ["torchft.manager", "torchft_commits", "torchft_quorums"])

@@ -71,6 +71,7 @@ def test_a_killed_actor_costs_no_sample(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     lighthouse = new_lighthouse()
+    address = address_of(lighthouse)
 
     def start(group: str, address: str) -> subprocess.Popen[str]:
         command = [sys.executable, "train.py", group, address]
@@ -85,7 +86,7 @@ def test_a_killed_actor_costs_no_sample(tmp_path: Path) -> None:
             assert time.monotonic() < until and all(each.poll() is None for each in groups)
             time.sleep(0.05)
 
-    groups = [start(name, address_of(lighthouse)) for name in ("a", "b")]
+    groups = [start(name, address) for name in ("a", "b")]
     try:
         killed = pid_at(tmp_path / "b.1", 8)
         os.kill(killed, signal.SIGKILL)
@@ -96,6 +97,9 @@ def test_a_killed_actor_costs_no_sample(tmp_path: Path) -> None:
                 os.killpg(group.pid, signal.SIGKILL)
         lighthouse.shutdown()
     assert int((tmp_path / "b.1").read_text().split()[0]) != killed  # another actor took its place
+    assert start("late", address).wait(200) == 0  # the run has ended, which is no error
+    assert not (tmp_path / "late.0").exists()
+    assert not (tmp_path / "late.pt").exists()
     assert start("alone", "").wait(200) == 0
     alone = torch.load(tmp_path / "alone.pt")
     for name in ("a", "b"):

@@ -43,10 +43,10 @@ class Box:
         """The index expression that selects this box from a tensor of the global shape."""
         return tuple(slice(o, o + s) for o, s in zip(self.offset, self.size, strict=True))
 
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
-        """Return the box that covers an unsharded tensor of this shape."""
-        return cls(offset=(0,) * len(shape), size=tuple(shape))
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Box:
+        """Return the box that covers an unsharded tensor of this shape, one object for each shape."""
+        return _whole(tuple(shape))
 
     def intersection(self, other: Box) -> Box | None:
         """Return the common region, or None where the two do not overlap.
@@ -70,6 +70,11 @@ class Box:
     def relative_to(self, outer: Box) -> Box:
         """Return this box in the coordinates of `outer`, which must contain it."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.size)
+
+
+@lru_cache(maxsize=1024)
+def _whole(shape: tuple[int, ...]) -> Box:
+    return Box(offset=(0,) * len(shape), size=shape)
 
 
 def cut_range(begin: int, numel: int, *, low: int, high: int) -> tuple[int, int]:

@@ -51,7 +51,7 @@ class Shard:
         if len(self.boxes) != len(self.data):
             raise ValueError(f"a shard has {len(self.boxes)} boxes but {len(self.data)} views")
         for box, view in zip(self.boxes, self.data, strict=True):
-            if tuple(view.shape) != box.size:
+            if view.shape != box.size:
                 raise ValueError(f"a view of shape {tuple(view.shape)} cannot fill {box}")
 
     @property
@@ -101,22 +101,21 @@ def _shard_of(tensor: Tensor) -> Shard:
         return Shard(shape, dtype, (), ())
     if not isinstance(tensor, DTensor):
         return Shard(shape, dtype, (Box.whole(shape),), (tensor.detach(),))
-    box = _box_of(tensor)
-    if box.numel == 0 and tensor.numel() > 0:
+    box = _box_of(tensor, shape)
+    if 0 in box.size and tensor.numel() > 0:
         return Shard(shape, dtype, (), ())
-    with torch.no_grad():  # with grad, `to_local` is a node of autograd, and four times as slow
-        local = tensor.to_local()
-    return Shard(shape, dtype, (box,), (local.detach(),))
+    # `to_local` would first make another view of a parameter, by autograd where gradients are recorded.
+    return Shard(shape, dtype, (box,), (tensor._local_tensor.detach(),))
 
 
-def _box_of(tensor: DTensor) -> Box:
+def _box_of(tensor: DTensor, shape: tuple[int, ...]) -> Box:
     """Return the box of this rank, from the first tensor of its shape and placements.
 
     Torch takes longer to compute it than everything else in a description, and a copy to memory describes
     all tensors every few steps.
     """
     mesh = tensor.device_mesh
-    place = (tuple(tensor.shape), tensor.placements, tuple(mesh.get_coordinate() or ()))
+    place = (shape, tensor.placements, tuple(mesh.get_coordinate() or ()))
     known = _boxes.setdefault(mesh, {})
     if place not in known:
         chunk = tensor.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]

@@ -9,14 +9,12 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from nnx_base.ranks import all_gather_object, control_group
 from nnx_checkpoint.reading.state import OptimizerState, parameter_names
 from nnx_comm.algorithm import Algorithm
 from nnx_comm.state import add_state, load_state
+from nnx_core.agree.equal_options import refuse_unequal_options
 from nnx_core.backend import Backend, OptionsT, ParallelContext, Sample
-from nnx_core.errors import DisagreementError
 from nnx_core.optimizers.gradients import refuse_sparse_layers
-from nnx_core.options import values_of
 from nnx_core.view.modules import broadcast_module, move_to
 
 __all__ = ["SlowLinkBackend"]
@@ -62,14 +60,7 @@ class SlowLinkBackend(Backend[OptionsT]):
         if self.is_alone:
             log.warning("There is one rank: it trains as one process, and exchanges nothing")
             return
-        everyones = all_gather_object(values_of(self.options), control_group())
-        for name, value in everyones[0].items():
-            odd = [rank for rank, theirs in enumerate(everyones) if theirs[name] != value]
-            if odd:
-                raise DisagreementError(
-                    f"rank {odd[0]} has {name}={everyones[odd[0]][name]!r} and rank 0 has {name}={value!r}.",
-                    remedy="Pass the same options on all ranks.",
-                )
+        refuse_unequal_options(self.options)
 
     def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
         """Move the module to the device, with rank zero's values. Collective."""

@@ -339,9 +339,13 @@ class Bench:
         except JobError as error:
             raise CheckFailed(summary_of(chosen, error)) from error
 
+    def require_ranks(self, count: int) -> None:
+        """End the check if the strategy runs on fewer ranks."""
+        if count > self.ranks:
+            self.not_applicable(f"the check needs {count} ranks, and there are {self.ranks}")
+
     def _ranks(self, asked: int | None) -> int:
-        if asked is not None and asked > self.ranks:
-            self.not_applicable(f"the check needs {asked} ranks, and there are {self.ranks}")
+        self.require_ranks(asked or 1)
         return asked or min(2, self.ranks)
 
     def run_once(

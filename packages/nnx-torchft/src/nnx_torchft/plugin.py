@@ -30,7 +30,9 @@ def nnx_strategies() -> list[StrategySpec]:
             use_when="machines fail, join or leave while you train, and the model fits on one device",
             docs_url="docs/elastic.md",
             memory="nnx_torchft.memory:ElasticMemory",
-            capabilities=Capabilities(**_ELASTIC),
+            capabilities=Capabilities(
+                **_ELASTIC, refuses=("sparse_gradients", "sparse_gradients_of_a_function")
+            ),
         ),
         StrategySpec(
             name="torchft_hsdp",

@@ -95,6 +95,7 @@ class Quorum:
         self.groups: dict[str, str] = {}
         self.healed: dict[str, Any] | None = None
         self.is_finite = True
+        self._place = (0, 1)  # of this group among those of the quorum, as of the last `begin`
         self._options, self._state = options, state
         self._rank, self._ranks = context.rank, context.world_size
         beginning = Beginning(step, weights if self._ranks > 1 else "")
@@ -135,11 +136,6 @@ class Quorum:
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
 
     @property
-    def _place(self) -> tuple[int, int]:
-        """The index of this group in the current quorum, and the number of groups."""
-        return int(self._manager.participating_rank() or 0), max(int(self._manager.num_participants()), 1)
-
-    @property
     def share(self) -> Share:
         """The share of this rank: that of its group, divided over the ranks of the group."""
         group, groups = self._place
@@ -167,6 +163,8 @@ class Quorum:
             self._manager.should_commit()  # ends the quorum
             self.healed = None  # another rank of the group may not have healed
             self._go_to(step)
+        # User code asks for the place, and the manager would not answer the thread that sends the state.
+        self._place = int(self._manager.participating_rank() or 0), int(self._manager.num_participants())
         self.counts.quorum_ms = 1000 * (time.monotonic() - began)
         self._note_changes()
 

@@ -16,6 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 from torch.optim import Optimizer
 
+from nnx_base.ranks import all_gather_object, control_group
 from nnx_checkpoint.reading.naming import RANKS
 from nnx_checkpoint.reading.state import as_state_dict
 from nnx_core import random_state
@@ -26,6 +27,7 @@ from nnx_core.lightning.namespaces import StrategyOfTrainer
 from nnx_core.lightning.resume.transfer import give_state, prepare_batch, progress_of, take_state
 from nnx_core.lightning.routing import unwrap_optimizer
 from nnx_core.lightning.trainer import TrainerAdapter
+from nnx_core.optimizers.gradients import refuse_sparse_gradient
 from nnx_torchft.backends import ElasticBackend, ShardedBackend, WholeBackend
 from nnx_torchft.data import ElasticLoader, Share, refuse_loader
 from nnx_torchft.finished import Mark
@@ -112,12 +114,12 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
         Raises:
             UnsupportedError: Optimization is manual.
             OptionError: There is no lighthouse.
-            RunFinishedError: The run has ended.
+            SystemExit: The run has ended.
         """
         fitting = trainer.state.fn == "fit"
         if fitting:
             self._options.address  # noqa: B018 # raises
-            self._mark.refuse_finished()
+            self._end_if_finished()
             if not self.lightning_module.automatic_optimization:
                 raise UnsupportedError(
                     "elastic training may compute a step again, and steps inside a training_step with manual "
@@ -173,13 +175,22 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
             weights=weights,
         )
         self.quorum.begin()
-        self._mark.refuse_finished()  # it may have ended since
+        self._end_if_finished()  # the others may have ended it since
         healed, self.quorum.healed = self.quorum.healed, None
         if healed is not None:
             take_state(self, trainer, healed, loaders=[] if loader is None else [loader.loader])
             log.info("elastic: healed at step %d", trainer.global_step)
         self._holds_quorum = True
         rank_zero_only.rank = self.quorum.share.index  # type: ignore[attr-defined]
+
+    def _end_if_finished(self) -> None:
+        """End the process, without an error, if the run has ended: nothing is left to train. Collective."""
+        mark = self._mark
+        step = all_gather_object(mark.read(), control_group())[0]  # all ranks of a group decide alike
+        if step is not None:
+            if self._rank == 0:
+                log.warning("elastic: this run is finished at step %d (%s)", step, mark.path)
+            raise SystemExit(0)
 
     def _hand_over(self) -> dict[str, Any]:
         """Return the state of this rank, for the rank of the same place in a group that joins."""
@@ -316,7 +327,11 @@ class TorchftStrategy(StrategyOfTrainer, TrainerAdapter):
 
     def _commit(self) -> bool:
         with self.backend.local():
-            return self._in_quorum().commit(self.lightning_module.parameters(), self._facts())
+            parameters = dict(self.lightning_module.named_parameters())
+            for name, parameter in parameters.items():
+                if parameter.grad is not None:
+                    refuse_sparse_gradient(parameter.grad, name)
+            return self._in_quorum().commit(parameters.values(), self._facts())
 
     def _compute_again(self, closure: Callable[[], Any]) -> Any:
         """Compute the gradients of a step again, with the share of a new quorum."""

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections import defaultdict
@@ -54,7 +55,7 @@ def train(run: Run, group: str, rank: int = 0, port: int = 0) -> None:
         os.environ.update(variables(rank, nodes=1, devices=run.ranks, address="127.0.0.1", port=port))
     import lightning.pytorch as pl
     import torch
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
     from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
     import nnx
@@ -69,6 +70,16 @@ def train(run: Run, group: str, rank: int = 0, port: int = 0) -> None:
         notes.write(json.dumps({"time": time.time(), **what}) + "\n")
         notes.flush()
 
+    class Notes(Callback):
+        """Writes down saves and heals."""
+
+        def on_save_checkpoint(self, trainer: Any, *_: Any) -> None:
+            if trainer.is_global_zero and threading.current_thread() is threading.main_thread():
+                note(saves=trainer.global_step)  # another thread hands the state over
+
+        def on_load_checkpoint(self, trainer: Any, *_: Any) -> None:
+            note(heals=trainer.global_step)
+
     class Model(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -81,9 +92,10 @@ def train(run: Run, group: str, rank: int = 0, port: int = 0) -> None:
             rows, x, y = batch
             quorum = getattr(self.trainer.strategy, "quorum", None)
             share = (0, 1) if quorum is None else (quorum.share.index, quorum.share.of)
-            note(step=self.trainer.global_step, micro=index, index=share[0], of=share[1], rows=rows.tolist())
-            time.sleep(run.pause)
             loss = (self.net(x) - y).square().mean()
+            at = {"step": self.trainer.global_step, "micro": index, "index": share[0], "of": share[1]}
+            note(**at, rows=rows.tolist(), loss=loss.item())
+            time.sleep(run.pause)
             if run.poison == (group, self.trainer.global_step):
                 loss = loss + self.net[0].bias[0] * float("nan")  # one gradient of one shard
             if run.plateau_of_group and group == "g1" and self.trainer.global_step == 4:
@@ -134,7 +146,7 @@ def train(run: Run, group: str, rank: int = 0, port: int = 0) -> None:
         val_check_interval=run.validate_every,
         limit_val_batches=0 if run.validate_every is None else 1.0,
         num_sanity_val_steps=0,
-        callbacks=[saves] if run.save_every else [],
+        callbacks=[Notes(), *([saves] if run.save_every else [])],
         enable_checkpointing=bool(run.save_every),
         logger=False,
         enable_progress_bar=False,
@@ -174,19 +186,31 @@ class Group:
         for process in self.processes:
             process.start()
         self.process = self.processes[0]
+        self._notes: list[dict[str, Any]] = []
+        self._read = 0
 
     @property
     def notes(self) -> list[dict[str, Any]]:
         """The notes of the first process until now."""
         path = self.run.folder / f"{self.name}.{self.process.pid}.jsonl"
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        if path.exists():
+            with path.open() as file:
+                file.seek(self._read)
+                text = file.read()
+            lines = text[: text.rfind("\n") + 1]
+            self._read += len(lines)
+            self._notes += map(json.loads, lines.splitlines())
+        return self._notes
 
     @property
     def log(self) -> str:
         """The output of the processes until now, that of the first one last."""
         paths = [self.run.folder / f"{self.name}.{each.pid}.log" for each in reversed(self.processes)]
         return "".join(path.read_text() for path in paths if path.exists())
+
+    @property
+    def is_alive(self) -> bool:
+        return all(each.is_alive() for each in self.processes)
 
     @property
     def commits(self) -> int:
@@ -196,7 +220,7 @@ class Group:
         """Wait until something is true of the group, and it still lives."""
         began = time.monotonic()
         while not what(self):
-            assert all(each.is_alive() for each in self.processes), self.log[-3000:]
+            assert self.is_alive, self.log[-3000:]
             assert time.monotonic() - began < TIMEOUT, self.log[-3000:]
             time.sleep(0.01)
         return self
@@ -217,10 +241,14 @@ class Group:
         assert "ended" in self.notes[-1], self.log[-3000:]
         return self.notes[-1]
 
+    def exit_code(self) -> int | None:
+        """Wait for the end of the first process; return its exit code."""
+        self.process.join(TIMEOUT)
+        return self.process.exitcode
+
     def error(self) -> str:
         """Wait for the end; return the error."""
-        self.process.join(TIMEOUT)
-        assert self.process.exitcode == 1, self.log[-3000:]
+        assert self.exit_code() == 1, self.log[-3000:]
         for each in self.processes:
             each.join(TIMEOUT)
         return self.notes[-1]["error"]

@@ -94,7 +94,8 @@ def describe_model(
                 stored[id(value)] = name
             elif is_extra_state(name) or not _shares_memory(value, owned.values()):
                 state.copies.add(name)
-            state.tensors[name] = replace(shard_of(value), is_copy=name in state.copies)
+            shard = shard_of(value)
+            state.tensors[name] = replace(shard, is_copy=True) if name in state.copies else shard
     return state
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nnx_base.dtypes import dtype_name
 from nnx_base.shard import Shard
 from nnx_checkpoint.format.rankfile_header import DTYPES
 from nnx_checkpoint.writing.pinned import pinned_empty
@@ -50,21 +51,21 @@ class Arena:
         sources = [view for shard in shards.values() for view in shard.data if _has_data(view)]
         # An inference tensor (as in validation) cannot be written in place later: allocate outside that mode.
         with torch.inference_mode(False), torch.no_grad():
-            places = iter(self._arrange(sources))
-            staged = {
-                name: Shard(
-                    shard.shape,
-                    shard.dtype,
-                    shard.boxes,
-                    tuple(next(places) if _has_data(view) else view for view in shard.data),
-                )
-                for name, shard in shards.items()
-            }
-            for place, source in zip(self._places, sources, strict=True):
+            places = self._arrange(sources)
+            for place, source in zip(places, sources, strict=True):
                 place.copy_(source, non_blocking=True)
-        for device in {source.device for source in sources if source.device.type != "cpu"}:
+        for device in {source.device for source in sources if not source.is_cpu}:
             torch.accelerator.synchronize(device)
-        return staged
+        copies = iter(places)
+        return {
+            name: Shard(
+                shard.shape,
+                shard.dtype,
+                shard.boxes,
+                tuple(next(copies) if _has_data(view) else view for view in shard.data),
+            )
+            for name, shard in shards.items()
+        }
 
     def _arrange(self, sources: list[Tensor]) -> list[Tensor]:
         """Return a view into the buffer for each tensor (the last views if shapes and dtypes are equal)."""
@@ -97,6 +98,4 @@ class Arena:
 
 
 def _has_data(view: Tensor) -> bool:
-    return (
-        view.layout is torch.strided and not view.is_meta and str(view.dtype).removeprefix("torch.") in DTYPES
-    )
+    return view.layout is torch.strided and not view.is_meta and dtype_name(view.dtype) in DTYPES

@@ -123,6 +123,7 @@ def launch(bench: Bench, wanted: Launch) -> Launched:
         wanted: Describes how to start the script.
 
     """
+    bench.require_ranks(wanted.devices)
     if wanted not in _done:
         with tempfile.TemporaryDirectory(prefix="nnx-launch-") as top:
             _done[wanted] = _launch(wanted, Path(top), timeout=bench.remaining)

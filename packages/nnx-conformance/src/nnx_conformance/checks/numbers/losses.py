@@ -203,6 +203,7 @@ class _Deep(Plain):
 
 
 def _expect_shares(bench: Bench, what: str) -> None:
+    bench.require_ranks(2)
     task = Task(model=_Deep, optimizer="adamw", steps=2, clip=1.0)
     alone = bench.alone(_measure, task)[what]
     for world_size in bench.world_sizes:
