@@ -19,7 +19,7 @@ _REPLICAS = replace(_NEAR, multiple_optimizers=False, refuses=_EQUAL.refuses[:2]
 
 
 def _of_replicas(
-    name: str, engine: str, description: str, use_when: str, **init_params: object
+    name: str, engine: str, memory: str, description: str, use_when: str, **init_params: object
 ) -> StrategySpec:
     return StrategySpec(
         name=name,
@@ -28,7 +28,7 @@ def _of_replicas(
         description=description,
         use_when=use_when,
         docs_url="docs/backends/slow-links.md",
-        memory=f"nnx_comm.memory:{'DiLoCo' if engine == 'DiLoCo' else 'Weight'}Memory",
+        memory=f"nnx_comm.memory:{memory}Memory",
         capabilities=_REPLICAS,
         init_params=init_params,
     )
@@ -60,6 +60,17 @@ def nnx_strategies() -> list[StrategySpec]:
             init_params={"algorithm": "bytegrad"},
         ),
         StrategySpec(
+            name="bagua_qadam",
+            target="nnx_comm.gradients:QAdamBackend",
+            options="nnx_comm.options:CodecOptions",
+            description="Momenta of nnx_comm.QAdam averaged as bytes, after a warm-up with exact gradients",
+            use_when="links are slow, and you would train with Adam for thousands of steps",
+            docs_url="docs/backends/slow-links.md",
+            memory="nnx_comm.memory:GradientMemory",
+            capabilities=_NEAR,
+            init_params={"codec": "int8"},
+        ),
+        StrategySpec(
             name="powersgd",
             target="nnx_comm.gradients:PowerSGDBackend",
             options="nnx_comm.options:PowerSGDOptions",
@@ -72,23 +83,41 @@ def nnx_strategies() -> list[StrategySpec]:
         _of_replicas(
             "localsgd",
             "LocalSGD",
+            "Weight",
             "Ranks train alone, and average their weights every 20 steps",
             "links are so slow that gradients cannot travel in each step",
         ),
         _of_replicas(
             "bagua_decentralized",
             "Decentralized",
+            "Weight",
             "Ranks step alone, then average their weights with all ranks or with one",
             "you come from Bagua, or each rank should talk to one other rank at a time",
         ),
         _of_replicas(
+            "bagua_low_precision_decentralized",
+            "LowPrecision",
+            "LowPrecision",
+            "Ranks step alone, then average their weights with two neighbours, by changes sent as bytes",
+            "you come from Bagua, or many ranks should talk to two neighbours only",
+        ),
+        _of_replicas(
+            "bagua_async",
+            "Async",
+            "Async",
+            "Ranks train while their weights travel, and add the average 10 steps later",
+            "an exchange takes as long as several steps, and ranks need not wait for it",
+        ),
+        _of_replicas(
             "diloco",
+            "DiLoCo",
             "DiLoCo",
             "Ranks train alone; every 20 steps an outer SGD steps on the average change",
             "links are so slow that gradients cannot travel in each step, as between sites",
         ),
         _of_replicas(
             "diloco_streaming",
+            "DiLoCo",
             "DiLoCo",
             "DiLoCo in fragments of the model, each exchanged at its own step",
             "one exchange of the whole model in diloco takes too long at once",
