@@ -63,7 +63,7 @@ class DiLoCoMemory(WeightMemory):
 
 
 class LowPrecisionMemory(WeightMemory):
-    """A rank on a ring: three copies of weights; an exchange takes the change, and it as bytes and decoded."""
+    """A rank on a ring: three copies of the weights; an exchange takes their change, coded and decoded."""
 
     buffers = 3
 
