@@ -36,8 +36,8 @@ class Run:
         save_to: Another directory to save to, of a resumed run.
         overflow_at: The batch whose loss is infinite on rank 1.
         validate: True to validate after every second batch.
-        dies_at: The batch before which rank 1 ends. Then ranks record no losses, which takes collectives.
-        runs_ahead: True if rank 0 must train two batches more than rank 1, without a recorded loss.
+        dies_at: The step in which rank 1 ends. Then ranks record no losses, which takes collectives.
+        runs_ahead: True if rank 0 must begin two steps more than rank 1, without a recorded loss.
         optimizer: The kind of optimizer, or "qadam".
         warmup: The warm-up steps of "qadam".
         scales: True for the loss scaler of 16-mixed, for which Trainer takes bf16-mixed on CPU.
@@ -75,10 +75,10 @@ class Model(Plain):
         return QAdam(self.parameters(), lr=0.02, warmup_steps=self.run.warmup)
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        if index == self.run.dies_at and self.global_rank == 1:
+        if self.trainer.global_step == self.run.dies_at and self.global_rank == 1:
             os._exit(7)
         if self.run.runs_ahead:
-            self.wait_for_rank_0(index)
+            self.wait_for_rank_0(self.trainer.global_step)
         loss = super().training_step(batch, index)
         if index == self.run.overflow_at and self.global_rank == 1:
             return loss * torch.tensor(float("inf"))
@@ -88,11 +88,11 @@ class Model(Plain):
         if self.run.dies_at < 0 and not self.run.runs_ahead:
             super().record(loss)
 
-    def wait_for_rank_0(self, index: int) -> None:
-        """Let rank 1 take its fourth batch after rank 0 has begun its sixth."""
-        if index == 5 and self.global_rank == 0:
+    def wait_for_rank_0(self, step: int) -> None:
+        """Let rank 1 take its twelfth step after rank 0 has begun its fourteenth."""
+        if step == 13 and self.global_rank == 0:
             ask_store(lambda store: store.set("rank 0 is ahead", ""), timeout=10)
-        if index == 3 and self.global_rank == 1:
+        if step == 11 and self.global_rank == 1:
             ask_store(lambda store: store.wait(["rank 0 is ahead"]), timeout=40)
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
