@@ -137,7 +137,7 @@ def train(run: Run) -> dict[str, Any]:
     module, watch = Model(task, run), Watch(run)
     evaluation = {"limit_val_batches": 1, "val_check_interval": 2} if run.validate else {}
     settings = {"log_every_n_steps": 1, **evaluation, **run.settings}
-    if run.strategy == "ddp":
+    if run.strategy in ("ddp", "auto"):
         settings["plugins"] = [nnx.CheckpointIO()]
     if run.scales:
         settings |= {
