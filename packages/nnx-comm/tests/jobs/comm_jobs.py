@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +15,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 import nnx
-from nnx_base.ranks import ask_store
 from nnx_comm import QAdam
 from nnx_comm.algorithm import Averaging
+from nnx_comm.averaging import AsyncAverage
 from nnx_comm.wire import make_wire
 from nnx_conformance.subject import Subject
 from nnx_conformance.task import Plain, Task
@@ -37,7 +39,6 @@ class Run:
         overflow_at: The batch whose loss is infinite on rank 1.
         validate: True to validate after every second batch.
         dies_at: The step in which rank 1 ends. Then ranks record no losses, which takes collectives.
-        runs_ahead: True if rank 0 must begin two steps more than rank 1, without a recorded loss.
         optimizer: The kind of optimizer, or "qadam".
         warmup: The warm-up steps of "qadam".
         scales: True for the loss scaler of 16-mixed, for which Trainer takes bf16-mixed on CPU.
@@ -54,7 +55,6 @@ class Run:
     overflow_at: int = -1
     validate: bool = False
     dies_at: int = -1
-    runs_ahead: bool = False
     optimizer: Any = "adamw"
     warmup: int = 2
     scales: bool = False
@@ -77,23 +77,14 @@ class Model(Plain):
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         if self.trainer.global_step == self.run.dies_at and self.global_rank == 1:
             os._exit(7)
-        if self.run.runs_ahead:
-            self.wait_for_rank_0(self.trainer.global_step)
         loss = super().training_step(batch, index)
         if index == self.run.overflow_at and self.global_rank == 1:
             return loss * torch.tensor(float("inf"))
         return loss
 
     def record(self, loss: Tensor) -> None:
-        if self.run.dies_at < 0 and not self.run.runs_ahead:
+        if self.run.dies_at < 0:
             super().record(loss)
-
-    def wait_for_rank_0(self, step: int) -> None:
-        """Let rank 1 take its twelfth step after rank 0 has begun its fourteenth."""
-        if step == 13 and self.global_rank == 0:
-            ask_store(lambda store: store.set("rank 0 is ahead", ""), timeout=10)
-        if step == 11 and self.global_rank == 1:
-            ask_store(lambda store: store.wait(["rank 0 is ahead"]), timeout=40)
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         if index == 0:
@@ -160,6 +151,25 @@ def train(run: Run) -> dict[str, Any]:
 def train_with(options_by_rank: list[dict[str, Any]], strategy: str) -> dict[str, Any]:
     """Train with the options of this rank."""
     return train(Run(strategy=strategy, options=options_by_rank[int(os.environ["RANK"])]))
+
+
+def run_ahead(path: str, steps: int) -> list[float]:
+    """Return a weight after each step of an asynchronous average; rank 1 takes its fourth after rank 0's sixth.
+
+    Each step adds the rank plus one.
+    """
+    weight, rank, seen = torch.nn.Parameter(torch.zeros(1)), dist.get_rank(), []
+    algorithm = AsyncAverage(4, staleness=3, group=None)
+    for step in range(1, steps + 1):
+        while rank == 1 and step == 4 and not Path(path).exists():
+            time.sleep(0.01)
+        weight.data += rank + 1
+        algorithm.exchange({weight: weight.detach()}, step=step)
+        seen.append(float(weight))
+        if rank == 0 and step == 6:
+            Path(path).touch()
+    algorithm.finish()
+    return seen
 
 
 def send(codec: str, counts: list[int]) -> list[tuple[float, float, int, int]]:
