@@ -105,8 +105,9 @@ def test_other_numbers_of_ranks_resume_and_keep_the_sum_of_the_errors(
         total = sum(result["errors"]["start"][parameter] for result in resumed)
         torch.testing.assert_close(total, error, atol=1e-6, rtol=0)
     assert_equal(resumed[0]["weights"], resumed[-1]["weights"])
-    alone = pool.run(train, replace(run, strategy="bagua", options={}, resume=True), world_size=1)
-    assert resumed[0]["losses"][0] == pytest.approx(alone[0]["losses"][0], abs=1e-5)
+    other = pool.run(train, replace(run, strategy="ddp", options={}, resume=True), world_size=1)[0]
+    for result in resumed:
+        assert_equal(result["start"], other["start"])
 
 
 def test_an_algorithm_of_another_kind_does_not_read_the_errors(pool: WorkerPool, tmp_path: Path) -> None:
@@ -136,7 +137,7 @@ def test_a_rank_runs_ahead_by_the_staleness_and_adds_what_the_others_had(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
     results = pool.run(run_ahead, str(tmp_path / "rank 0 is ahead"), 8, init="gloo")
-    # After four steps the weights are 4 and 8, whose average is 6; three steps later each adds the difference.
+    # After four steps the weights are 4 and 8, and their average is 6. After seven each adds its change.
     assert results == [[1, 2, 3, 4, 5, 6, 9, 10], [2, 4, 6, 8, 10, 12, 12, 14]]
 
 

@@ -98,9 +98,11 @@ class Watch(Callback):
     def __init__(self, run: Run) -> None:
         self.run = run
         self.errors: dict[str, dict[str, Tensor]] = {}
+        self.start: dict[str, Tensor] = {}
         self.copies: dict[str, dict[str, Tensor]] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.start = {name: value.clone() for name, value in pl_module.state_dict().items()}
         self.errors["start"] = own_of(trainer, pl_module, "error")
 
     def on_train_batch_end(
@@ -142,6 +144,7 @@ def train(run: Run) -> dict[str, Any]:
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "errors": watch.errors,
         "copies": watch.copies,
+        "start": watch.start,
         "evaluated": module.evaluated,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "scale": getattr(getattr(trainer.precision_plugin, "scaler", None), "get_scale", lambda: 1.0)(),
@@ -154,9 +157,9 @@ def train_with(options_by_rank: list[dict[str, Any]], strategy: str) -> dict[str
 
 
 def run_ahead(path: str, steps: int) -> list[float]:
-    """Return a weight after each step of an asynchronous average; rank 1 takes its fourth after rank 0's sixth.
+    """Return a weight after each step of an asynchronous average; each step adds the rank plus one.
 
-    Each step adds the rank plus one.
+    Rank 1 takes its fourth step after the sixth of rank 0.
     """
     weight, rank, seen = torch.nn.Parameter(torch.zeros(1)), dist.get_rank(), []
     algorithm = AsyncAverage(4, staleness=3, group=None)
