@@ -14,7 +14,15 @@ from typer.testing import CliRunner
 
 from nnx_checkpoint.cli.command import _application
 from nnx_colossalai import ColossalAIOptions
-from nnx_comm import BaguaOptions, DecentralizedOptions, DiLoCoOptions, LocalSGDOptions, PowerSGDOptions
+from nnx_comm import (
+    AsyncOptions,
+    BaguaOptions,
+    DecentralizedOptions,
+    DiLoCoOptions,
+    LocalSGDOptions,
+    LowPrecisionOptions,
+    PowerSGDOptions,
+)
 from nnx_core.options import CommonOptions
 from nnx_deepspeed.options import DeepSpeedOptions
 from nnx_fairscale.options import FairscaleFSDPOptions, OSSOptions, ShardedOptions
@@ -39,6 +47,8 @@ TABLES = [
     ("backends/slow-links.md", "powersgd", PowerSGDOptions),
     ("backends/slow-links.md", "localsgd", LocalSGDOptions),
     ("backends/slow-links.md", "bagua_decentralized", DecentralizedOptions),
+    ("backends/slow-links.md", "bagua_low_precision_decentralized", LowPrecisionOptions),
+    ("backends/slow-links.md", "bagua_async", AsyncOptions),
     ("backends/slow-links.md", "diloco", DiLoCoOptions),
     ("backends/hivemind.md", "hivemind", HivemindOptions),
 ]

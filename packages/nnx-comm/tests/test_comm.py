@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 import nnx_checkpoint as storage
-from jobs.comm_jobs import Run, send, train, train_with
+from jobs.comm_jobs import Run, run_ahead, send, train, train_with
+from nnx_comm import QAdam
 from nnx_comm.averaging import divide, peer_of
 from nnx_comm.options import (
+    AsyncOptions,
     BaguaOptions,
     DecentralizedOptions,
     DiLoCoOptions,
@@ -34,6 +36,9 @@ STRATEGIES = {
     "shift_one": Run(
         strategy="bagua_decentralized", options={"peer_selection_mode": "shift_one", "replicas": "each"}
     ),
+    "qadam": Run(strategy="bagua_qadam", optimizer="qadam"),
+    "low_precision": Run(strategy="bagua_low_precision_decentralized", options={"replicas": "each"}),
+    "async": Run(strategy="bagua_async", options={"interval": 2, "staleness": 2, "replicas": "each"}),
     "diloco": Run(strategy="diloco", options={"interval": 2, "replicas": "each"}),
     "streaming": Run(
         strategy="diloco_streaming",
@@ -82,17 +87,92 @@ def test_ranks_end_equal_and_a_resumed_run_is_the_uninterrupted_one(
         assert_equal(ours["weights"], theirs["weights"])
 
 
-def test_other_numbers_of_ranks_keep_the_sum_of_the_errors(pool: WorkerPool, tmp_path: Path) -> None:
-    run = replace(STRATEGIES["bytegrad"], save_at=3, path=str(tmp_path / "checkpoint"))
+@pytest.mark.parametrize("ranks", [1, 2, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (3, 4))])
+@pytest.mark.parametrize("name", list(STRATEGIES))
+def test_other_numbers_of_ranks_resume_and_keep_the_sum_of_the_errors(
+    pool: WorkerPool, name: str, ranks: int, tmp_path: Path
+) -> None:
+    if name == "shift_one" and ranks == 3:
+        pytest.skip("pairs need an even number of ranks")
+    options = {key: value for key, value in STRATEGIES[name].options.items() if key != "replicas"}
+    run = replace(STRATEGIES[name], options=options, save_at=3, path=str(tmp_path / "checkpoint"))
     saved = [result["errors"]["batch 2"] for result in pool.run(train, run)]
-    expected = {name: sum(errors[name] for errors in saved) for name in saved[0]}
-    assert any(float(torch.as_tensor(error).abs().max()) > 0 for error in expected.values())
-    for ranks in (1, 3, 4):
-        resumed = pool.run(train, replace(run, resume=True), world_size=ranks)
-        for name, error in expected.items():
-            total = sum(result["errors"]["start"][name] for result in resumed)
-            torch.testing.assert_close(total, error, atol=1e-6, rtol=0)
-        assert_equal(resumed[0]["weights"], resumed[-1]["weights"])
+    expected = {parameter: sum(errors[parameter] for errors in saved) for parameter in saved[0]}
+    if name in ("bf16", "topk", "bytegrad", "powersgd", "qadam", "streaming"):
+        assert any(float(torch.as_tensor(error).abs().max()) > 0 for error in expected.values())
+    resumed = pool.run(train, replace(run, resume=True), world_size=ranks)
+    for parameter, error in expected.items():
+        total = sum(result["errors"]["start"][parameter] for result in resumed)
+        torch.testing.assert_close(total, error, atol=1e-6, rtol=0)
+    assert_equal(resumed[0]["weights"], resumed[-1]["weights"])
+    other = pool.run(train, replace(run, strategy="ddp", options={}, resume=True), world_size=1)[0]
+    for result in resumed:
+        assert_equal(result["start"], other["start"])
+
+
+def test_an_algorithm_of_another_kind_does_not_read_the_errors(pool: WorkerPool, tmp_path: Path) -> None:
+    run = replace(STRATEGIES["bytegrad"], save_at=3, path=str(tmp_path / "checkpoint"))
+    pool.run(train, run)
+    for strategy, options, are_read in (
+        ("bagua", {"codec": "bf16"}, True),
+        ("diloco", {"interval": 2, "codec": "int8"}, False),
+    ):
+        result = pool.run(train, replace(run, strategy=strategy, options=options, resume=True))[0]
+        assert bool(result["errors"]["start"]) == are_read
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_neighbours_on_the_ring_have_equal_copies(pool: WorkerPool, ranks: int) -> None:
+    results = pool.run(train, STRATEGIES["low_precision"], world_size=ranks)
+    count = sum(value.numel() for value in results[0]["weights"].values())
+    for rank, result in enumerate(results):
+        assert_equal(result["copies"]["left"], results[rank - 1]["copies"]["here"])
+        assert_equal(result["copies"]["right"], results[(rank + 1) % ranks]["copies"]["here"])
+        assert result["metrics"]["payload_bytes"] == pytest.approx((ranks - 1) * count * 1.008, rel=0.4)
+    here = results[0]["copies"]["here"]
+    assert any(not torch.equal(value, results[1]["copies"]["here"][name]) for name, value in here.items())
+
+
+def test_a_rank_runs_ahead_by_the_staleness_and_adds_what_the_others_had(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    results = pool.run(run_ahead, str(tmp_path / "rank 0 is ahead"), 8, init="gloo")
+    # After four steps the weights are 4 and 8, and their average is 6. After seven each adds its change.
+    assert results == [[1, 2, 3, 4, 5, 6, 9, 10], [2, 4, 6, 8, 10, 12, 12, 14]]
+
+
+def test_a_rank_lost_in_bagua_async_is_one_error(pool: WorkerPool) -> None:
+    run = Run(strategy="bagua_async", options={"interval": 2, "staleness": 2}, steps=16, dies_at=11)
+    with pytest.raises(JobError) as raised:
+        pool.run(train, run)
+    message = "RankLostError: a rank was lost while the average of bagua_async travelled"
+    assert message in raised.value.failures[0]
+
+
+def test_qadam_is_adam_in_its_warm_up_and_keeps_the_second_moment_after_it() -> None:
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(5)) for _ in range(2)]
+    weights[1].data.copy_(weights[0].data)
+    ours = QAdam(weights[:1], lr=0.1, weight_decay=0.1, warmup_steps=4)
+    theirs = torch.optim.Adam(weights[1:], lr=0.1, weight_decay=0.1)
+    for step in range(1, 7):
+        for weight in weights:
+            weight.grad = torch.sin(torch.arange(5.0) * step)
+        before = ours.state.get(weights[0], {}).get("exp_avg_sq", torch.zeros(5)).clone()
+        ours.step()
+        theirs.step()
+        same = torch.allclose(weights[0], weights[1], atol=1e-6)
+        assert same == (step <= 4), step
+        assert torch.equal(before, ours.state[weights[0]]["exp_avg_sq"]) == (step > 4)
+
+
+@pytest.mark.parametrize(("codec", "within"), [("none", 1e-5), ("int8", 0.05)])
+def test_averaged_momenta_train_as_in_one_process(pool: WorkerPool, codec: str, within: float) -> None:
+    run = Run(strategy="bagua_qadam", options={"codec": codec}, steps=16, optimizer="qadam", warmup=4)
+    alone = pool.run(train, replace(run, strategy="auto", options={}), world_size=1)[0]
+    for result in pool.run(train, run):
+        assert result["losses"] == pytest.approx(alone["losses"], rel=within)
+        assert (result["losses"] == alone["losses"]) is False
 
 
 @pytest.mark.quick(every=3)
@@ -105,7 +185,7 @@ def test_other_strategies_resume_and_the_state_survives_them(
     path, later = str(tmp_path / "checkpoint"), str(tmp_path / "later")
     run = replace(STRATEGIES[name], options=options, save_at=3, path=path)
     pool.run(train, run)
-    assert any(".comm:" in key for key in storage.open_checkpoint(path).tensors)
+    assert any(".comm." in key for key in storage.open_checkpoint(path).tensors)
     there = pool.run(train, Run(strategy=other, path=path, resume=True, save_at=5, save_to=later))
     back = pool.run(train, replace(run, resume=True))
     assert back[0]["losses"][0] == pytest.approx(there[0]["losses"][0], abs=1e-5)
@@ -114,10 +194,11 @@ def test_other_strategies_resume_and_the_state_survives_them(
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "32-true"])
+@pytest.mark.parametrize("name", ["bytegrad", "qadam"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_keeps_the_errors(
-    pool: WorkerPool, precision: str
+    pool: WorkerPool, name: str, precision: str
 ) -> None:
-    run = replace(STRATEGIES["bytegrad"], overflow_at=3, scales=precision == "16-mixed")
+    run = replace(STRATEGIES[name], overflow_at=3, scales=precision == "16-mixed")
     results = pool.run(train, run)
     for result in results:
         before, after = result["errors"]["batch 2"], result["errors"]["batch 3"]
@@ -129,9 +210,29 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_keeps_the_errors(
     assert_equal(results[0]["weights"], results[1]["weights"])
 
 
-@pytest.mark.parametrize("name", ["localsgd", "diloco"])
-def test_evaluation_sees_the_average_and_changes_nothing(pool: WorkerPool, name: str) -> None:
-    run = replace(STRATEGIES[name], options={"interval": 4}, optimizer="sgd")
+@pytest.mark.full
+@pytest.mark.parametrize("name", list(STRATEGIES))
+def test_every_algorithm_survives_an_overflow(pool: WorkerPool, name: str) -> None:
+    results = pool.run(train, replace(STRATEGIES[name], overflow_at=3, scales=True))
+    assert_equal(results[0]["weights"], results[1]["weights"])
+    for result in results:
+        assert all(bool(value.isfinite().all()) for value in result["weights"].values())
+        assert result["scale"] == 2.0**15
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("localsgd", {"interval": 4}),
+        ("diloco", {"interval": 4}),
+        ("low_precision", {}),
+        ("async", {"interval": 4, "staleness": 2}),
+    ],
+)
+def test_evaluation_sees_the_average_and_changes_nothing(
+    pool: WorkerPool, name: str, options: dict[str, Any]
+) -> None:
+    run = replace(STRATEGIES[name], options=options, optimizer="sgd")
     without = pool.run(train, run)
     with_it = pool.run(train, replace(run, validate=True))
     assert with_it[0]["evaluated"] == with_it[1]["evaluated"]
@@ -162,6 +263,13 @@ def test_one_rank_trains_as_one_process(pool: WorkerPool) -> None:
     [
         ("localsgd", {"interval": 7}, 2, "interval=7 is longer than this run of 6 steps"),
         ("bagua_decentralized", {"peer_selection_mode": "shift_one"}, 3, "there are 3 ranks"),
+        (
+            "bagua_async",
+            {"interval": 5, "staleness": 2},
+            2,
+            r"interval \+ staleness=7 is longer than this run",
+        ),
+        ("bagua_qadam", {}, 2, "momentum of nnx_comm.QAdam, and the optimizer is AdamW"),
     ],
 )
 def test_runs_that_cannot_be(
@@ -179,8 +287,12 @@ def test_ranks_with_other_options_are_told_which(pool: WorkerPool) -> None:
 @pytest.mark.parametrize(
     ("make", "given", "message"),
     [
-        (BaguaOptions, {"algorithm": "qadam"}, "algorithm='qadam' of Bagua is not built"),
-        (BaguaOptions, {"algorithm": "decentralized"}, "strategy of its own"),
+        (
+            BaguaOptions,
+            {"algorithm": "qadam"},
+            "'qadam' is a strategy of its own. Pass strategy='bagua_qadam'",
+        ),
+        (AsyncOptions, {"staleness": 3, "interval": 2}, "two averages would travel at once"),
         (BaguaOptions, {"algorithm": "gradient_alreduce"}, "is not allowed"),
         (BaguaOptions, {"algorithm": "bytegrad", "codec": "fp16"}, "contradicts algorithm='bytegrad'"),
         (BaguaOptions, {"codec": "int4"}, "codec='int4' is not allowed"),

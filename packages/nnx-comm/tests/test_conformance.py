@@ -49,6 +49,34 @@ class TestLocalSGD(StrategyConformance):
     only = (*NEAR, "stages", "checkpoints")
 
 
+@pytest.mark.full
+class TestShiftOne(StrategyConformance):
+    strategy = "bagua_decentralized"
+    options = {"peer_selection_mode": "shift_one", "replicas": "each"}  # noqa: RUF012
+    only = (*NEAR, "checkpoints")
+
+
+@pytest.mark.quick(checks=("loss_falls_as_in_one_process",))
+class TestLowPrecision(StrategyConformance):
+    strategy = "bagua_low_precision_decentralized"
+    options = {"replicas": "each"}  # noqa: RUF012
+    only = (*NEAR, "stages", "checkpoints")
+
+
+@pytest.mark.quick(checks=("loss_falls_as_in_one_process",))
+class TestAsync(StrategyConformance):
+    strategy = "bagua_async"
+    options = {"interval": 1, "staleness": 1, "replicas": "each"}  # noqa: RUF012
+    only = (*NEAR, "stages", "checkpoints")
+
+
+@pytest.mark.full
+class TestStreamingDiLoCo(StrategyConformance):
+    strategy = "diloco_streaming"
+    options = {"interval": 2, "fragments": 2, "replicas": "each"}  # noqa: RUF012
+    only = (*NEAR, "checkpoints")
+
+
 @pytest.mark.quick(checks=("loss_falls_as_in_one_process",))
 class TestDiLoCo(StrategyConformance):
     strategy = "diloco"

@@ -7,7 +7,8 @@ call it at the right moment of a step, and `nnx_comm.state` stores its state for
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from nnx_comm.wire import Exact, Lossy, Wire, add_over_ranks
 
-__all__ = ["Algorithm", "Averaging", "Tensors", "all_finite", "mean_of", "real_view"]
+__all__ = ["Algorithm", "Averaging", "Tensors", "all_finite", "flatten", "mean_of", "parts_of", "real_view"]
 
 Tensors = Mapping[nn.Parameter, Tensor]
 """Gradients or weights of this rank, by parameter, in an order that is equal on all ranks."""
@@ -25,10 +26,13 @@ class Algorithm(ABC):
     """An exchange between the ranks.
 
     Attributes:
+        kind: Names its state in checkpoints: an algorithm of another kind does not read it.
         own: State of this rank alone, by parameter and name, such as the error of a codec.
         shared: State that is equal on all ranks, by parameter and name, such as an outer momentum.
         common: State that is equal on all ranks and belongs to no parameter, such as a counter.
     """
+
+    kind: ClassVar[str]
 
     def __init__(self) -> None:
         self.own: dict[nn.Parameter, dict[str, Tensor]] = {}
@@ -81,6 +85,8 @@ class Averaging(Algorithm):
         scale: The factor of the tensors, a loss scale; the errors are kept without it.
     """
 
+    kind = "gradients"
+
     def __init__(self, wire: Wire, *, error_feedback: bool = True) -> None:
         super().__init__()
         self.wire = wire
@@ -105,7 +111,7 @@ class Averaging(Algorithm):
         if key not in self._buffers:
             self._buffers[key] = first.new_empty(count)
         flat = self._buffers[key]
-        parts = list(_parts(flat, tensors))
+        parts = list(parts_of(flat, tensors))
         for part, tensor in zip(parts, tensors.values(), strict=True):
             torch.mul(tensor, 1 / ranks, out=part)
         add_over_ranks(flat)
@@ -117,16 +123,13 @@ class Averaging(Algorithm):
         """Exchange all tensors as one, in float32 or wider, with the errors of the last exchange."""
         if not tensors:
             return 0
-        wide = any(tensor.dtype == torch.float64 for tensor in tensors.values())
-        dtype = torch.float64 if wide else torch.float32
-        flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors.values()])
-        flat /= self.scale
+        flat = flatten(tensors.values()).div_(self.scale)
         if self.keeps_error:
-            for part, parameter in zip(_parts(flat, tensors), tensors, strict=True):
+            for part, parameter in zip(parts_of(flat, tensors), tensors, strict=True):
                 if parameter in self.own:
                     part.add_(self.own[parameter]["error"])
         sent = wire.mean(flat, [tensor.shape for tensor in tensors.values()])
-        for tensor, mean in zip(tensors.values(), _parts(sent.mean, tensors), strict=True):
+        for tensor, mean in zip(tensors.values(), parts_of(sent.mean, tensors), strict=True):
             tensor.copy_(mean * self.scale)
         self._keep(sent.error, tensors)
         return sent.payload
@@ -138,7 +141,7 @@ class Averaging(Algorithm):
         for parameter in tensors:
             self.own.pop(parameter, None)
         if error is not None:
-            for parameter, part in zip(tensors, _parts(error, tensors), strict=True):
+            for parameter, part in zip(tensors, parts_of(error, tensors), strict=True):
                 self.own[parameter] = {"error": part}
 
 
@@ -155,11 +158,19 @@ def mean_of(tensors: Tensors) -> dict[nn.Parameter, Tensor]:
     return means
 
 
-def _parts(flat: Tensor, tensors: dict[nn.Parameter, Tensor]) -> Iterator[Tensor]:
-    """Yield the part of a flat tensor that belongs to each tensor, in its shape."""
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
-    for part, tensor in zip(parts, tensors.values(), strict=True):
-        yield part.view(tensor.shape)
+def flatten(tensors: Iterable[Tensor]) -> Tensor:
+    """Return a copy of all elements as one tensor, in float32 or wider."""
+    flat = [real_view(tensor).reshape(-1) for tensor in tensors]
+    wide = any(tensor.dtype == torch.float64 for tensor in flat)
+    return torch.cat([tensor.to(torch.float64 if wide else torch.float32) for tensor in flat])
+
+
+def parts_of(flat: Tensor, tensors: Tensors) -> Iterator[Tensor]:
+    """Yield the part of a flat tensor that belongs to each tensor, in the shape of its real view."""
+    shapes = [real_view(tensor).shape for tensor in tensors.values()]
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
+    for part, shape in zip(parts, shapes, strict=True):
+        yield part.view(shape)
 
 
 def _by_dtype(tensors: dict[nn.Parameter, Tensor]) -> list[dict[nn.Parameter, Tensor]]:

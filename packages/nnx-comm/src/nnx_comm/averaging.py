@@ -1,22 +1,24 @@
-"""Algorithms that exchange weights after a step: averages, averages of pairs, and DiLoCo."""
+"""Algorithms that exchange weights after a step: averages over all ranks or some of them, and DiLoCo."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from nnx_comm.algorithm import Algorithm, Averaging, Tensors, real_view
+from nnx_comm.algorithm import Algorithm, Averaging, Tensors, flatten, parts_of, real_view
 from nnx_comm.options import DiLoCoOptions
 from nnx_comm.state import REPLICA
-from nnx_comm.wire import Exact, make_wire
-from nnx_core.errors import UnsupportedError
+from nnx_comm.wire import Exact, Int8, make_wire, swap
+from nnx_core.agree.announced_waits import wait_for_collective
+from nnx_core.errors import RankLostError, UnsupportedError, is_lost_connection
 
-__all__ = ["DiLoCo", "LocalSGD", "ShiftOne", "WeightExchange"]
+__all__ = ["AsyncAverage", "DiLoCo", "LocalSGD", "LowPrecision", "ShiftOne", "WeightExchange"]
 
 
 class WeightExchange(Algorithm):
@@ -25,9 +27,12 @@ class WeightExchange(Algorithm):
     Attributes:
         interval: Steps between two exchanges.
         are_equal: True if the last exchange left equal weights on all ranks.
+        own_is_of_replica: True if `own` belongs to this rank's weights: a checkpoint has it only with these.
     """
 
+    kind = "weights"
     are_equal: bool = False
+    own_is_of_replica: ClassVar[bool] = False
 
     def __init__(self, interval: int) -> None:
         super().__init__()
@@ -35,6 +40,9 @@ class WeightExchange(Algorithm):
 
     def begin(self, weights: Tensors) -> None:
         """Take the weights before a step, if the algorithm compares later ones with them."""
+
+    def finish(self) -> None:
+        """Wait for an exchange that travels while ranks train; the weights stay as they are."""
 
     def exchange(self, tensors: Tensors, *, step: int) -> int:
         """Exchange weights after every `interval` steps. Collective then."""
@@ -45,7 +53,7 @@ class WeightExchange(Algorithm):
         self, name: str, read: Callable[[int], Tensor], *, saved: int, rank: int, ranks: int
     ) -> Tensor | None:
         """Return as many ranks their own replicas; others begin with the average."""
-        if name.startswith(REPLICA) and saved != ranks:
+        if saved != ranks and (self.own_is_of_replica or name.startswith(REPLICA)):
             return None
         return super().combine(name, read, saved=saved, rank=rank, ranks=ranks)
 
@@ -98,15 +106,12 @@ class ShiftOne(WeightExchange):
         peer, sent = peer_of(rank, ranks, number), 0
         for weight in weights.values():
             mine = real_view(weight.detach()).contiguous()
-            theirs = torch.empty_like(mine)
-            there, here = mine.flatten().view(torch.uint8), theirs.flatten().view(torch.uint8)
-            pair = [dist.P2POp(dist.isend, there, peer), dist.P2POp(dist.irecv, here, peer)]
-            for work in dist.batch_isend_irecv(pair):
-                work.wait()
+            message = swap(mine.flatten().view(torch.uint8), [peer])[peer]
+            theirs = message.view(mine.dtype).view(mine.shape)
             # Both ranks add in one order, so that their results are equal bit by bit.
             first, second = (mine, theirs) if rank < peer else (theirs, mine)
             real_view(weight).copy_((first + second) / 2)
-            sent += mine.numel() * mine.element_size()
+            sent += message.numel()
         self.are_equal = ranks == 2
         return sent
 
@@ -122,6 +127,113 @@ def peer_of(rank: int, ranks: int, number: int) -> int:
     return half + (rank + number) % half if rank < half else (rank - half - number) % half
 
 
+class LowPrecision(WeightExchange):
+    """Averages weights with both neighbours on a ring, by sending the change of the weights in bytes.
+
+    Bagua's algorithm (DCD-PSGD). Each rank has a copy of its neighbours' weights and of its own, as the
+    neighbours have it. It sends the coded difference between its new weights and that copy, and every rank
+    that has the copy adds it. So copies stay equal bit by bit, and a rank continues from its own copy.
+    """
+
+    kind = "ring"
+    own_is_of_replica = True
+
+    def __init__(self, interval: int) -> None:
+        super().__init__(interval)
+        self._codec = Int8()
+
+    @torch.no_grad()
+    def begin(self, weights: Tensors) -> None:
+        """Take equal weights of all ranks as the copies."""
+        for parameter, weight in weights.items():
+            if parameter not in self.own:
+                self.own[parameter] = {name: weight.detach().clone() for name in ("here", "left", "right")}
+
+    @torch.no_grad()
+    def exchange_weights(self, weights: Tensors, number: int) -> int:
+        """Move towards the average with both neighbours."""
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        left, right = (rank - 1) % ranks, (rank + 1) % ranks
+        change = flatten(weights.values())
+        for name, share in (("here", -5 / 3), ("left", 1 / 3), ("right", 1 / 3)):
+            change.add_(flatten(self.own[parameter][name] for parameter in weights), alpha=share)
+        count = self._codec.padded(change.numel())
+        rows = change.new_zeros(1, count)
+        rows[0, : change.numel()] = change
+        coded = self._codec.encode(rows)
+        received = swap(coded, {left, right})
+        for name, message in (("here", coded), ("left", received[left]), ("right", received[right])):
+            decoded = self._codec.decode(message, count, change.dtype)[0, : change.numel()]
+            for parameter, part in zip(weights, parts_of(decoded, weights), strict=True):
+                real_view(self.own[parameter][name]).add_(part)
+        for parameter, weight in weights.items():
+            weight.copy_(self.own[parameter]["here"])
+        return len(received) * coded.numel()
+
+
+class AsyncAverage(WeightExchange):
+    """Averages weights while the ranks train on, and adds the change later.
+
+    The weights of a step travel during the next `staleness` steps. Then each rank adds the difference between
+    their average and its own weights of that step. So no rank is more than `staleness` steps ahead of
+    another, and the numbers do not depend on time.
+
+    Args:
+        interval: Steps between two averages.
+        staleness: Steps until a rank adds an average, at most `interval`.
+        group: The ranks; no other collective uses this group.
+    """
+
+    kind = "async"
+    own_is_of_replica = True
+
+    def __init__(self, interval: int, *, staleness: int, group: dist.ProcessGroup | None) -> None:
+        super().__init__(interval)
+        self._staleness, self._group = staleness, group
+        self._travels: tuple[dist.Work, Tensor, Tensor, Tensors] | None = None
+
+    def exchange(self, tensors: Tensors, *, step: int) -> int:
+        """Add the average that is due, and begin another after every `interval` steps."""
+        if (step - self._staleness) % self.interval == 0:
+            self._add_change(tensors)
+        return super().exchange(tensors, step=step)
+
+    @torch.no_grad()
+    def exchange_weights(self, weights: Tensors, number: int) -> int:
+        """Let the weights travel."""
+        sent = flatten(weights.values())
+        mean = sent.div(dist.get_world_size())
+        work = dist.all_reduce(mean, group=self._group, async_op=True)
+        assert work is not None
+        self._travels = work, mean, sent, weights
+        return Exact().payload(len(sent), ranks=dist.get_world_size(), itemsize=sent.element_size())
+
+    def finish(self) -> None:
+        """Wait for the average that travels, and keep the change that is due later.
+
+        Raises:
+            RankLostError: A rank has ended.
+        """
+        if self._travels is None:
+            return
+        (work, mean, sent, weights), self._travels = self._travels, None
+        try:
+            wait_for_collective(work, "the average of bagua_async")
+        except RuntimeError as error:
+            if not is_lost_connection(error):
+                raise
+            raise RankLostError("a rank was lost while the average of bagua_async travelled.") from error
+        for parameter, change in zip(weights, parts_of(mean.sub_(sent), weights), strict=True):
+            self.own[parameter] = {"change": change}
+
+    @torch.no_grad()
+    def _add_change(self, weights: Tensors) -> None:
+        self.finish()
+        for parameter, weight in weights.items():
+            if parameter in self.own:
+                real_view(weight).add_(self.own.pop(parameter)["change"])
+
+
 class DiLoCo(WeightExchange):
     """Steps with SGD on the change of the average weights since the last exchange of their fragment.
 
@@ -131,6 +243,8 @@ class DiLoCo(WeightExchange):
     Args:
         options: The interval, the outer SGD, the fragments and the codec of the changes.
     """
+
+    kind = "diloco"
 
     def __init__(self, options: DiLoCoOptions) -> None:
         super().__init__(options.interval)

@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nnx_checkpoint.reading.state import OptimizerState, parameter_names
@@ -91,8 +91,13 @@ class SlowLinkBackend(Backend[OptionsT]):
         state = super().optimizer_state(module, optimizer)
         if not self.is_loading:
             rank, ranks = self.context.rank, self.context.world_size
-            add_state(state, self.algorithm, parameter_names(module), rank=rank, ranks=ranks)
+            own, names = self.own_state(optimizer), parameter_names(module)
+            add_state(state, self.algorithm, own, names, rank=rank, ranks=ranks)
         return state
+
+    def own_state(self, optimizer: Optimizer) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
+        """Return the tensors of this rank alone that a checkpoint stores, by parameter and name."""
+        return self.algorithm.own
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
         """Restore the optimizer and the algorithm."""

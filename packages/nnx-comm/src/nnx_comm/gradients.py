@@ -1,4 +1,4 @@
-"""Strategies that average gradients in each step, in fewer bytes: `bagua`, `bagua_bytegrad`, `powersgd`.
+"""Strategies that average gradients in each step, in fewer bytes: of Bagua, and `powersgd`.
 
 Replicas stay equal. Gradients are exchanged after the backward that ends an accumulation, so clipping and
 the step see the average, as under ``ddp``.
@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from nnx_comm.algorithm import Averaging, all_finite
 from nnx_comm.backend import SlowLinkBackend, log
-from nnx_comm.options import BaguaOptions, PowerSGDOptions
+from nnx_comm.options import BaguaOptions, CodecOptions, PowerSGDOptions
 from nnx_comm.powersgd import PowerSGD
+from nnx_comm.qadam import Momenta, QAdam
 from nnx_comm.wire import Lossy, make_wire
 from nnx_core.agree.divergence import refuse_unequal_gradient
 from nnx_core.agree.parameter_usage import used_anywhere
@@ -29,7 +30,7 @@ from nnx_core.optimizers.gradients import refuse_sparse_gradient
 from nnx_core.optimizers.optimizer_probe import dependence
 from nnx_core.optimizers.unsharded_optimizer import mean_loss
 
-__all__ = ["BaguaBackend", "GradientBackend", "PowerSGDBackend"]
+__all__ = ["BaguaBackend", "GradientBackend", "PowerSGDBackend", "QAdamBackend"]
 
 T = TypeVar("T")
 
@@ -150,6 +151,39 @@ class BaguaBackend(GradientBackend[BaguaOptions]):
         codec = "int8" if self.options.algorithm == "bytegrad" else self.options.codec
         wire = make_wire(codec, self.options.density)
         return Averaging(wire, error_feedback=self.options.error_feedback)
+
+
+class QAdamBackend(GradientBackend[CodecOptions]):
+    """Averages the momenta of `QAdam` through a codec."""
+
+    Options = CodecOptions
+    algorithm: Momenta
+
+    def make_algorithm(self) -> Momenta:
+        """Return the average through the codec of the options."""
+        wire = make_wire(self.options.codec, self.options.density)
+        return Momenta(wire, error_feedback=self.options.error_feedback)
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Take the optimizers whose momenta travel."""
+        super().setup_optimizers(module, optimizers)
+        self.exchange_optimizers(module, optimizers)
+
+    def exchange_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse optimizers without a momentum to exchange.
+
+        Raises:
+            UnsupportedError: One is not a `QAdam`.
+        """
+        for optimizer in optimizers:
+            if not isinstance(optimizer, QAdam):
+                raise UnsupportedError(
+                    f"'bagua_qadam' exchanges the momentum of nnx_comm.QAdam, and the optimizer is "
+                    f"{type(optimizer).__name__}.",
+                    remedy="Return nnx_comm.QAdam(self.parameters(), lr=..., warmup_steps=...) from "
+                    "configure_optimizers, or use strategy='bagua_bytegrad', which takes any optimizer.",
+                )
+        self.algorithm.optimizers = optimizers
 
 
 class PowerSGDBackend(GradientBackend[PowerSGDOptions]):

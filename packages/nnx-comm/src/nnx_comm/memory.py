@@ -6,7 +6,7 @@ from typing_extensions import override
 
 from nnx_core.planning.replay import Replay
 
-__all__ = ["DiLoCoMemory", "GradientMemory", "WeightMemory"]
+__all__ = ["AsyncMemory", "DiLoCoMemory", "GradientMemory", "LowPrecisionMemory", "WeightMemory"]
 
 
 class GradientMemory(Replay):
@@ -60,3 +60,19 @@ class DiLoCoMemory(WeightMemory):
         self.memory.add("temporary", self.weights)
         super().end_step()
         self.memory.add("temporary", -self.weights)
+
+
+class LowPrecisionMemory(WeightMemory):
+    """A rank on a ring: three copies of the weights; an exchange takes their change, coded and decoded."""
+
+    buffers = 3
+
+    @override
+    def end_step(self) -> None:
+        self.memory.add_briefly("communication", 4 * self.weights)
+
+
+class AsyncMemory(WeightMemory):
+    """A rank whose weights travel while it trains: they, and the average to come."""
+
+    buffers = 2

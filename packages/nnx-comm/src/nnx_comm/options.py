@@ -9,12 +9,14 @@ from nnx_core.errors import OptionError
 from nnx_core.options import check_options, option
 
 __all__ = [
+    "AsyncOptions",
     "BaguaOptions",
     "Codec",
     "CodecOptions",
     "DecentralizedOptions",
     "DiLoCoOptions",
     "LocalSGDOptions",
+    "LowPrecisionOptions",
     "PowerSGDOptions",
     "ReplicaOptions",
 ]
@@ -58,8 +60,9 @@ class BaguaOptions(CodecOptions):
 
     algorithm: str = option(
         "gradient_allreduce",
-        help="'gradient_allreduce', or 'bytegrad' with the codec 'int8'. Bagua's 'decentralized' is the "
-        "strategy 'bagua_decentralized'.",
+        help="'gradient_allreduce', or 'bytegrad' with the codec 'int8'. Bagua's other algorithms are "
+        "strategies: 'bagua_decentralized', 'bagua_low_precision_decentralized', 'bagua_qadam' and "
+        "'bagua_async'.",
     )
     flatten: bool = option(
         True, help="Of Bagua's own strategy; gradients are always exchanged as one tensor.", types=(bool,)
@@ -67,16 +70,10 @@ class BaguaOptions(CodecOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.algorithm == "decentralized":
+        if self.algorithm in ("decentralized", "low_precision_decentralized", "qadam", "async"):
             raise OptionError(
-                "algorithm='decentralized' is a strategy of its own.",
-                remedy="Pass strategy='bagua_decentralized'.",
-            )
-        if self.algorithm in ("low_precision_decentralized", "qadam", "async"):
-            raise OptionError(
-                f"algorithm={self.algorithm!r} of Bagua is not built.",
-                remedy="Use algorithm='bytegrad' for fewer bytes in each step, or the strategy 'localsgd' or "
-                "'diloco' for fewer exchanges.",
+                f"algorithm={self.algorithm!r} is a strategy of its own.",
+                remedy=f"Pass strategy='bagua_{self.algorithm}'.",
             )
         if self.algorithm not in ("gradient_allreduce", "bytegrad"):
             raise OptionError(
@@ -180,6 +177,51 @@ class DecentralizedOptions(ReplicaOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_counts(self, communication_interval=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowPrecisionOptions(ReplicaOptions):
+    """Options of `bagua_low_precision_decentralized`, by Bagua's names."""
+
+    INTERVAL: ClassVar[str] = "communication_interval"
+
+    communication_interval: int = option(
+        1,
+        help="Steps between two exchanges, in which each rank sends n x 1.008 bytes to both neighbours on a "
+        "ring, or to the other one of two ranks.",
+        types=(int,),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_counts(self, communication_interval=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncOptions(LocalSGDOptions):
+    """Options of `bagua_async`."""
+
+    staleness: int = option(
+        10,
+        help="Steps that a rank trains while its weights travel; then it adds the change to the average of "
+        "all ranks. No rank is further ahead of another. At most interval.",
+        types=(int,),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_counts(self, staleness=1)
+        if self.staleness > self.interval:
+            raise OptionError(
+                f"staleness={self.staleness} is longer than interval={self.interval}: two averages would "
+                "travel at once.",
+                remedy="Pass a smaller staleness, or a longer interval.",
+            )
+
+    @property
+    def steps_between(self) -> tuple[str, int]:
+        """The options with the steps until the first average counts, and their sum."""
+        return "interval + staleness", self.interval + self.staleness
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,83 +15,119 @@ _EQUAL = Capabilities(
 )
 _NEAR = replace(_EQUAL, exact=False)
 
-_REPLICAS = replace(_NEAR, multiple_optimizers=False, refuses=_EQUAL.refuses[:2])
+_REPLICA = replace(_NEAR, multiple_optimizers=False, refuses=_EQUAL.refuses[:2])
 
 
-def _of_replicas(
-    name: str, engine: str, description: str, use_when: str, **init_params: object
+def _strategy(
+    name: str,
+    engine: str,
+    description: str,
+    use_when: str,
+    *,
+    options: str = "",
+    memory: str = "Gradient",
+    capabilities: Capabilities = _NEAR,
+    **init_params: object,
 ) -> StrategySpec:
+    module = "replicas" if capabilities is _REPLICA else "gradients"
     return StrategySpec(
         name=name,
-        target=f"nnx_comm.replicas:{engine}Backend",
-        options=f"nnx_comm.options:{engine}Options",
+        target=f"nnx_comm.{module}:{engine}Backend",
+        options=f"nnx_comm.options:{options or engine}Options",
         description=description,
         use_when=use_when,
         docs_url="docs/backends/slow-links.md",
-        memory=f"nnx_comm.memory:{'DiLoCo' if engine == 'DiLoCo' else 'Weight'}Memory",
-        capabilities=_REPLICAS,
+        memory=f"nnx_comm.memory:{memory}Memory",
+        capabilities=capabilities,
         init_params=init_params,
     )
+
+
+_GRADIENTS = (
+    _strategy(
+        "bagua",
+        "Bagua",
+        "Gradients averaged in each step through a codec; without one, the numbers of ddp",
+        "links are slow and you would use ddp: give it codec='bf16' or codec='int8'",
+        capabilities=_EQUAL,
+    ),
+    _strategy(
+        "bagua_bytegrad",
+        "Bagua",
+        "Gradients averaged as bytes, a quarter of ddp's, with error feedback",
+        "links are slow and the loss must stay near ddp's",
+        algorithm="bytegrad",
+    ),
+    _strategy(
+        "bagua_qadam",
+        "QAdam",
+        "Momenta of nnx_comm.QAdam averaged as bytes, after a warm-up with exact gradients",
+        "links are slow, and you would train with Adam for thousands of steps",
+        options="Codec",
+        codec="int8",
+    ),
+    _strategy(
+        "powersgd",
+        "PowerSGD",
+        "Gradients averaged as products of thin matrices, by torch's PowerSGD",
+        "links are slow, and the model has large matrices",
+        capabilities=replace(_NEAR, multiple_optimizers=False),
+    ),
+)
+_WEIGHTS = (
+    _strategy(
+        "localsgd",
+        "LocalSGD",
+        "Ranks train alone, and average their weights every 20 steps",
+        "links are so slow that gradients cannot travel in each step",
+        memory="Weight",
+        capabilities=_REPLICA,
+    ),
+    _strategy(
+        "bagua_decentralized",
+        "Decentralized",
+        "Ranks step alone, then average their weights with all ranks or with one",
+        "you come from Bagua, or each rank should talk to one other rank at a time",
+        memory="Weight",
+        capabilities=_REPLICA,
+    ),
+    _strategy(
+        "bagua_low_precision_decentralized",
+        "LowPrecision",
+        "Ranks step alone, then average their weights with two neighbours, by changes sent as bytes",
+        "you come from Bagua, or many ranks should talk to two neighbours only",
+        memory="LowPrecision",
+        capabilities=_REPLICA,
+    ),
+    _strategy(
+        "bagua_async",
+        "Async",
+        "Ranks train while their weights travel, and add the average 10 steps later",
+        "an exchange takes as long as several steps, and ranks need not wait for it",
+        memory="Async",
+        capabilities=_REPLICA,
+    ),
+    _strategy(
+        "diloco",
+        "DiLoCo",
+        "Ranks train alone; every 20 steps an outer SGD steps on the average change",
+        "links are so slow that gradients cannot travel in each step, as between sites",
+        memory="DiLoCo",
+        capabilities=_REPLICA,
+    ),
+    _strategy(
+        "diloco_streaming",
+        "DiLoCo",
+        "DiLoCo in fragments of the model, each exchanged at its own step",
+        "one exchange of the whole model in diloco takes too long at once",
+        memory="DiLoCo",
+        capabilities=_REPLICA,
+        fragments=4,
+    ),
+)
 
 
 @hookimpl
 def nnx_strategies() -> list[StrategySpec]:
     """Return the strategies."""
-    return [
-        StrategySpec(
-            name="bagua",
-            target="nnx_comm.gradients:BaguaBackend",
-            options="nnx_comm.options:BaguaOptions",
-            description="Gradients averaged in each step through a codec; without one, the numbers of ddp",
-            use_when="links are slow and you would use ddp: give it codec='bf16' or codec='int8'",
-            docs_url="docs/backends/slow-links.md",
-            memory="nnx_comm.memory:GradientMemory",
-            capabilities=_EQUAL,
-        ),
-        StrategySpec(
-            name="bagua_bytegrad",
-            target="nnx_comm.gradients:BaguaBackend",
-            options="nnx_comm.options:BaguaOptions",
-            description="Gradients averaged as bytes, a quarter of ddp's, with error feedback",
-            use_when="links are slow and the loss must stay near ddp's",
-            docs_url="docs/backends/slow-links.md",
-            memory="nnx_comm.memory:GradientMemory",
-            capabilities=_NEAR,
-            init_params={"algorithm": "bytegrad"},
-        ),
-        StrategySpec(
-            name="powersgd",
-            target="nnx_comm.gradients:PowerSGDBackend",
-            options="nnx_comm.options:PowerSGDOptions",
-            description="Gradients averaged as products of thin matrices, by torch's PowerSGD",
-            use_when="links are slow, and the model has large matrices",
-            docs_url="docs/backends/slow-links.md",
-            memory="nnx_comm.memory:GradientMemory",
-            capabilities=replace(_NEAR, multiple_optimizers=False),
-        ),
-        _of_replicas(
-            "localsgd",
-            "LocalSGD",
-            "Ranks train alone, and average their weights every 20 steps",
-            "links are so slow that gradients cannot travel in each step",
-        ),
-        _of_replicas(
-            "bagua_decentralized",
-            "Decentralized",
-            "Ranks step alone, then average their weights with all ranks or with one",
-            "you come from Bagua, or each rank should talk to one other rank at a time",
-        ),
-        _of_replicas(
-            "diloco",
-            "DiLoCo",
-            "Ranks train alone; every 20 steps an outer SGD steps on the average change",
-            "links are so slow that gradients cannot travel in each step, as between sites",
-        ),
-        _of_replicas(
-            "diloco_streaming",
-            "DiLoCo",
-            "DiLoCo in fragments of the model, each exchanged at its own step",
-            "one exchange of the whole model in diloco takes too long at once",
-            fragments=4,
-        ),
-    ]
+    return [*_GRADIENTS, *_WEIGHTS]

@@ -9,25 +9,41 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from nnx_base.ranks import all_gather_object, control_group
+from nnx_base.ranks import all_gather_object, control_group, group_timeout, is_distributed
 from nnx_base.shard import Shard, shard_of
 from nnx_checkpoint.reading.state import ModelState, OptimizerState, parameter_names
 from nnx_comm.algorithm import mean_of
-from nnx_comm.averaging import DiLoCo, LocalSGD, ShiftOne, WeightExchange
+from nnx_comm.averaging import AsyncAverage, DiLoCo, LocalSGD, LowPrecision, ShiftOne, WeightExchange
 from nnx_comm.backend import SlowLinkBackend, log
-from nnx_comm.options import DecentralizedOptions, DiLoCoOptions, LocalSGDOptions, ReplicaOptions
-from nnx_comm.state import REPLICA, add_own
+from nnx_comm.options import (
+    AsyncOptions,
+    DecentralizedOptions,
+    DiLoCoOptions,
+    LocalSGDOptions,
+    LowPrecisionOptions,
+    ReplicaOptions,
+)
+from nnx_comm.state import REPLICA
 from nnx_core.errors import OptionError, UnsupportedError
 from nnx_core.optimizers.gradients import Gradient, gradients_of
 
-__all__ = ["DecentralizedBackend", "DiLoCoBackend", "LocalSGDBackend", "ReplicaBackend"]
+__all__ = [
+    "AsyncBackend",
+    "DecentralizedBackend",
+    "DiLoCoBackend",
+    "LocalSGDBackend",
+    "LowPrecisionBackend",
+    "ReplicaBackend",
+]
 
 T = TypeVar("T")
 ReplicaOptionsT = TypeVar("ReplicaOptionsT", bound=ReplicaOptions)
@@ -121,6 +137,7 @@ class ReplicaBackend(SlowLinkBackend[ReplicaOptionsT]):
     def sync_buffers(self, module: nn.Module) -> None:
         """Make the average of the replicas for evaluation and saving. Collective."""
         super().sync_buffers(module)
+        self.algorithm.finish()
         if not self.are_equal and self._hidden is None:
             self._average = self._mean_weights(module)
 
@@ -162,19 +179,19 @@ class ReplicaBackend(SlowLinkBackend[ReplicaOptionsT]):
         if self._average is not None and self._hidden is None:
             self._show_average(self._average)
         self._hidden, self._average, self.are_equal = None, None, True
+        self.algorithm.finish()
+        self.algorithm.own.clear()
         self.algorithm.shared.clear()
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> OptimizerState:
         """Return handles on the optimizer's state, averaged if the replicas differ. Collective then."""
+        self.algorithm.finish()
         if self._steps:
             self.algorithm.common["steps"] = torch.tensor(self._steps)
         state = super().optimizer_state(module, optimizer)
-        if self.is_loading or self.is_alone or not self._steps:
-            return state  # an exchange of weights leaves optimizer state as it is, so it differs from then on
-        names = parameter_names(module)
-        self._average_state(state, names)
-        if self.options.replicas == "each":
-            self._add_replica(state, optimizer, names)
+        if self._steps and not (self.is_loading or self.is_alone):
+            # An exchange of weights leaves optimizer state as it is, so it differs from the first step on.
+            self._average_state(state, parameter_names(module))
         return state
 
     def _average_state(self, state: OptimizerState, names: Mapping[nn.Parameter, str]) -> None:
@@ -194,23 +211,24 @@ class ReplicaBackend(SlowLinkBackend[ReplicaOptionsT]):
         for name, key in set(own) - everywhere:  # other ranks have not stepped it
             del state["state"][name][key]
 
-    def _add_replica(
-        self, state: OptimizerState, optimizer: Optimizer, names: Mapping[nn.Parameter, str]
-    ) -> None:
-        """Add handles on this rank's own weights and optimizer state."""
+    def own_state(self, optimizer: Optimizer) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
+        """Return the algorithm's state of this rank, with its weights and optimizer state by option."""
+        if self.options.replicas == "average":
+            return {} if self.algorithm.own_is_of_replica else self.algorithm.own
+        if self.is_alone or not self._steps:
+            return self.algorithm.own
         own: dict[nn.Parameter, dict[str, Tensor]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                weight = parameter if self._hidden is None else self._hidden.get(parameter, parameter)
-                own[parameter] = {f"{REPLICA}weight": weight.detach()}
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor) and value.shape:
-                        own[parameter][f"{REPLICA}state_{key}"] = value
-        rank, ranks = self.context.rank, self.context.world_size
-        add_own(state, own, names, rank=rank, ranks=ranks)
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            weight = parameter if self._hidden is None else self._hidden.get(parameter, parameter)
+            own[parameter] = {**self.algorithm.own.get(parameter, {}), f"{REPLICA}weight": weight.detach()}
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.shape:
+                    own[parameter][f"{REPLICA}state_{key}"] = value
+        return own
 
     def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
         """Restore the optimizer, the algorithm, and this rank's replica if the checkpoint has it."""
+        self.algorithm.finish()
         super().load_optimizer_state(module, optimizer, saved)
         self._steps = int(self.algorithm.common.get("steps", torch.tensor(0)))
         for parameter, entries in self.algorithm.own.items():
@@ -233,6 +251,8 @@ class ReplicaBackend(SlowLinkBackend[ReplicaOptionsT]):
         if self._steps and not self.total:
             option, interval = self.options.steps_between
             log.warning("%s=%d is longer than this run: no rank learned from another", option, interval)
+        if self._steps:
+            self.algorithm.finish()
         if not self.are_equal and self._hidden is None:
             self._show_average(self._mean_weights(module))
         self._hidden, self._average, self.are_equal = None, None, True
@@ -260,6 +280,37 @@ class DecentralizedBackend(ReplicaBackend[DecentralizedOptions]):
         if self.options.peer_selection_mode == "all":
             return LocalSGD(interval)
         return ShiftOne(interval, ranks=self.context.world_size)
+
+
+class LowPrecisionBackend(ReplicaBackend[LowPrecisionOptions]):
+    """Averages weights with both neighbours on a ring, in bytes."""
+
+    Options = LowPrecisionOptions
+
+    def make_algorithm(self) -> WeightExchange:
+        """Return the exchange at the interval of the options."""
+        return LowPrecision(self.options.communication_interval)
+
+
+class AsyncBackend(ReplicaBackend[AsyncOptions]):
+    """Averages the weights of all ranks while they train."""
+
+    Options = AsyncOptions
+    _group: dist.ProcessGroup | None = None
+
+    def make_algorithm(self) -> WeightExchange:
+        """Return the average on a group of its own. Collective."""
+        if not self.is_alone:
+            self._group = dist.new_group(timeout=timedelta(seconds=group_timeout()))
+        options = self.options
+        return AsyncAverage(options.interval, staleness=options.staleness, group=self._group)
+
+    def teardown(self) -> None:
+        """Destroy the group."""
+        if self._group is not None and is_distributed():
+            dist.destroy_process_group(self._group)
+        self._group = None
+        super().teardown()
 
 
 class DiLoCoBackend(ReplicaBackend[DiLoCoOptions]):

@@ -2,9 +2,9 @@
 
 The state is part of the optimizer's, beside that of parameters, because it is of no use without it::
 
-    optim.<i>.state.comm:<parameter>.own_<name>       [ranks, *shape]: a row of each rank
-    optim.<i>.state.comm:<parameter>.shared_<name>    equal on all ranks
-    optim.<i>.state.comm:.common_<name>               equal on all ranks, of no parameter
+    optim.<i>.state.comm.<kind>:<parameter>.own_<name>       [ranks, *shape]: a row of each rank
+    optim.<i>.state.comm.<kind>:<parameter>.shared_<name>    equal on all ranks
+    optim.<i>.state.comm.<kind>:.common_<name>               equal on all ranks, of no parameter
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from nnx_checkpoint.reading.naming import StoredName
 from nnx_checkpoint.reading.state import OptimizerState
 from nnx_comm.algorithm import Algorithm
 
-__all__ = ["REPLICA", "add_own", "add_state", "load_state"]
+__all__ = ["REPLICA", "add_state", "load_state"]
 
 REPLICA = "replica_"
 """Begins the names of a replica's own weights and optimizer state."""
-_PREFIX = "comm:"
 
 
 def add_state(
     state: OptimizerState,
     algorithm: Algorithm,
+    own: Mapping[nn.Parameter, Mapping[str, Tensor]],
     names: Mapping[nn.Parameter, str],
     *,
     rank: int,
@@ -40,35 +40,24 @@ def add_state(
     Args:
         state: The description of the optimizer; state of its parameters only is added.
         algorithm: The algorithm.
+        own: The tensors of this rank alone, by parameter and name.
         names: The names of the parameters.
         rank: This rank.
         ranks: The number of ranks.
     """
-    add_own(state, algorithm.own, names, rank=rank, ranks=ranks)
-    _add(state, "shared", algorithm.shared, names, shard_of)
+    prefix = _prefix(algorithm)
+    of_optimizer = {name for group in state["param_groups"] for name in group["params"]}
+    kinds: tuple[tuple[str, Mapping[nn.Parameter, Mapping[str, Tensor]], Callable[[Tensor], Shard]], ...] = (
+        ("own", own, lambda tensor: _row(tensor, rank, ranks)),
+        ("shared", algorithm.shared, shard_of),
+    )
+    for kind, found, describe in kinds:
+        for parameter, tensors in found.items():
+            if (name := names.get(parameter)) in of_optimizer:
+                entries = state["state"].setdefault(f"{prefix}{name}", {})
+                entries.update({f"{kind}_{key}": describe(tensor) for key, tensor in tensors.items()})
     if algorithm.common:
-        common = {f"common_{key}": shard_of(tensor) for key, tensor in algorithm.common.items()}
-        state["state"][_PREFIX] = dict(common)
-
-
-def add_own(
-    state: OptimizerState,
-    own: Mapping[nn.Parameter, Mapping[str, Tensor]],
-    names: Mapping[nn.Parameter, str],
-    *,
-    rank: int,
-    ranks: int,
-) -> None:
-    """Add handles on tensors of this rank alone to an optimizer's state.
-
-    Args:
-        state: The description of the optimizer; tensors of its parameters only are added.
-        own: The tensors, by parameter and name.
-        names: The names of the parameters.
-        rank: This rank.
-        ranks: The number of ranks.
-    """
-    _add(state, "own", own, names, lambda tensor: _row(tensor, rank, ranks))
+        state["state"][prefix] = {f"common_{key}": shard_of(each) for key, each in algorithm.common.items()}
 
 
 def load_state(
@@ -88,14 +77,15 @@ def load_state(
         rank: This rank.
         ranks: The number of ranks.
     """
-    parameters = {f"{_PREFIX}{name}": parameter for parameter, name in names.items()}
+    prefix = _prefix(algorithm)
+    parameters = {f"{prefix}{name}": parameter for parameter, name in names.items()}
     for key, values in saved["state"].items():
-        if not (isinstance(key, str) and key.startswith(_PREFIX)):
+        if not (isinstance(key, str) and key.startswith(prefix)):
             continue
         parameter = parameters.get(key)
         for entry, value in values.items():
             kind, _, name = entry.partition("_")
-            if key == _PREFIX:
+            if key == prefix:
                 algorithm.common[name] = _read(value)
             elif parameter is not None and kind == "shared":
                 algorithm.shared.setdefault(parameter, {})[name] = _read(value).to(parameter.device)
@@ -111,19 +101,8 @@ def load_state(
                     algorithm.own.setdefault(parameter, {})[name] = combined.to(parameter.device)
 
 
-def _add(
-    state: OptimizerState,
-    kind: str,
-    found: Mapping[nn.Parameter, Mapping[str, Tensor]],
-    names: Mapping[nn.Parameter, str],
-    describe: Callable[[Tensor], Shard],
-) -> None:
-    """Add handles on tensors of one kind, for the parameters of the optimizer."""
-    of_optimizer = {name for group in state["param_groups"] for name in group["params"]}
-    for parameter, tensors in found.items():
-        if (name := names.get(parameter)) in of_optimizer:
-            entries = state["state"].setdefault(f"{_PREFIX}{name}", {})
-            entries.update({f"{kind}_{key}": describe(tensor) for key, tensor in tensors.items()})
+def _prefix(algorithm: Algorithm) -> str:
+    return f"comm.{algorithm.kind}:"
 
 
 def _row(tensor: Tensor, rank: int, ranks: int) -> Shard:

@@ -8,7 +8,7 @@ of the next step loses nothing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ __all__ = [
     "Wire",
     "add_over_ranks",
     "make_wire",
+    "swap",
 ]
 
 BLOCK = 512
@@ -252,6 +253,16 @@ def make_wire(codec: str, density: float) -> Wire:
 def add_over_ranks(values: Tensor) -> None:
     """Replace values by their sum over the ranks. Collective."""
     _wait(dist.all_reduce(values, async_op=True))
+
+
+def swap(message: Tensor, peers: Iterable[int]) -> dict[int, Tensor]:
+    """Send a message of bytes to other ranks, and return theirs. Collective for these ranks."""
+    received = {peer: torch.empty_like(message) for peer in peers}
+    sends = [dist.P2POp(dist.isend, message, peer) for peer in received]
+    receives = [dist.P2POp(dist.irecv, theirs, peer) for peer, theirs in received.items()]
+    for work in dist.batch_isend_irecv([*sends, *receives]):
+        _wait(work)
+    return received
 
 
 def _wait(work: dist.Work | None) -> None:

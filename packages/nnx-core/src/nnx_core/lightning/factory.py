@@ -18,7 +18,8 @@ from nnx_core.names.discovery import inventory
 from nnx_core.names.registry import StrategyRegistry
 
 KnownName = Literal[
-    "bagua", "bagua_bytegrad", "bagua_decentralized", "colossalai", "colossalai_auto", "colossalai_cpu",
+    "bagua", "bagua_async", "bagua_bytegrad", "bagua_decentralized",
+    "bagua_low_precision_decentralized", "bagua_qadam", "colossalai", "colossalai_auto", "colossalai_cpu",
     "colossalai_cuda", "diloco", "diloco_streaming", "fairscale_fsdp", "fairscale_oss",
     "fairscale_sharded", "fsdp_auto", "fsdp_hybrid", "fsdp_manual", "fsdp_offload", "hivemind", "localsgd",
     "nnscaler",
