@@ -1,9 +1,9 @@
 """Steps over a link of limited rate between two nodes: payload, bytes on the link, and seconds.
 
 `slow_links.py` calls `compare_rate`. The nodes are namespaces of this machine (`tests/nodes/laboratory.py`;
-needs root and iproute2), each with one process. `auto` on both nodes at once gives the seconds of computation, and
-with those of `ddp` the ratio r of communication to computation. With b, the bytes over those of `ddp`, the
-expected speed-up over `ddp` is (1 + r) / (1 + r x b).
+needs root and iproute2), each with one process. `auto` on both nodes at once gives the seconds of
+computation, and with those of `ddp` the ratio r of communication to computation. With b, the bytes over those
+of `ddp`, the expected speed-up over `ddp` is (1 + r) / (1 + r x b).
 """
 
 from __future__ import annotations
