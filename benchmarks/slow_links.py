@@ -1,10 +1,15 @@
 """Compare the strategies for slow links with `ddp`: the loss at equal samples, and the bytes that travel.
 
-    python benchmarks/slow_links.py --steps 300 --seeds 1
+    python benchmarks/slow_links.py --steps 300 --seeds 1 [--model gpt]
+    python benchmarks/slow_links.py --cost
+    python benchmarks/slow_links.py --rate 100mbit
 
-Two processes of this machine train a small LSTM on the source of torch.nn, with the same batches each time.
-Prints a table of validation losses, their difference from `ddp`, and bytes beside the formula. Exit code 1 if
-bytes differ from the formula by more than 1 %, or if int8 or bf16 end more than 0.5 % above `ddp`.
+Two processes of this machine train a small LSTM or GPT on the source of torch.nn, with the same batches each
+time. Prints a table of validation losses, their difference from `ddp`, and bytes beside the formula. Exit
+code 1 if bytes differ from the formula by more than 1 %, or if a loss is above its bar (`BARS`).
+
+``--cost`` compares the processor time of `bagua` with that of `ddp`, in runs that take turns. ``--rate``
+limits the link between two nodes, see `slow_links_rate`.
 """
 
 from __future__ import annotations
@@ -14,32 +19,41 @@ import math
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from slow_links_rate import compare_rate
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 import nnx
+from nnx_comm import QAdam
 from nnx_conformance.pool import WorkerPool
 
 BATCH, LENGTH, RANKS, INTERVAL = 16, 64, 2, 20
-BARS = {"bagua bf16": 0.5, "bagua_bytegrad": 0.5}
+BARS = {"bagua bf16": 0.5, "bagua_bytegrad": 0.5, "diloco": 6.0}
 """The largest excess over ddp's loss in percent."""
+COST = 1.03
+"""The largest processor time of `bagua`, as a multiple of that of `ddp`."""
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),
     "bagua": ("bagua", {}),
     "bagua bf16": ("bagua", {"codec": "bf16"}),
     "bagua_bytegrad": ("bagua_bytegrad", {}),
     "bagua topk 1 %": ("bagua", {"codec": "topk"}),
+    "bagua_qadam": ("bagua_qadam", {}),
     "powersgd": ("powersgd", {}),
     "powersgd rank 16": ("powersgd", {"matrix_approximation_rank": 16}),
     "localsgd": ("localsgd", {"interval": INTERVAL}),
     "bagua_decentralized": ("bagua_decentralized", {}),
+    "bagua_low_precision_decentralized": ("bagua_low_precision_decentralized", {}),
+    "bagua_async": ("bagua_async", {"interval": INTERVAL}),
     "diloco": ("diloco", {"interval": INTERVAL}),
     "diloco int8": ("diloco", {"interval": INTERVAL, "codec": "int8"}),
     "diloco_streaming": ("diloco_streaming", {"interval": INTERVAL}),
@@ -51,6 +65,8 @@ FORMULAS: dict[str, Callable[[int], float]] = {
     "bagua topk 1 %": lambda n: 8 * n * 0.01,
     "localsgd": lambda n: 4 * n / INTERVAL,
     "bagua_decentralized": lambda n: 4 * n,
+    "bagua_low_precision_decentralized": lambda n: n * (1 + 4 / 512),
+    "bagua_async": lambda n: 4 * n / INTERVAL,
     "diloco": lambda n: 4 * n / INTERVAL,
     "diloco int8": lambda n: n * (1 + 4 / 512) / INTERVAL,
     "diloco_streaming": lambda n: 4 * n / INTERVAL,
@@ -89,25 +105,35 @@ def excerpts(text: Tensor, count: int, generator: torch.Generator) -> Tensor:
 class Reader(LightningModule):
     """Predicts the next character."""
 
-    def __init__(self, letters: int, steps: int, seed: int) -> None:
+    def __init__(self, letters: int, steps: int, seed: int, *, uses_qadam: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.steps = steps
+        self.steps, self.uses_qadam = steps, uses_qadam
+        self.build(letters)
+
+    def build(self, letters: int) -> None:
+        """Create the layers."""
         self.embed, self.head = nn.Embedding(letters, 64), nn.Linear(128, letters)
         self.lstm = nn.LSTM(64, 128, batch_first=True)
 
+    def hidden(self, seen: Tensor) -> Tensor:
+        """Return the state after each character."""
+        return self.lstm(self.embed(seen))[0]  # type: ignore[no-any-return]
+
     def loss(self, batch: Tensor) -> Tensor:
         """Return the mean cross entropy."""
-        hidden, _ = self.lstm(self.embed(batch[:, :-1]))
-        return cross_entropy(self.head(hidden).flatten(0, 1), batch[:, 1:].flatten())
+        outputs = self.head(self.hidden(batch[:, :-1]))
+        return cross_entropy(outputs.flatten(0, 1), batch[:, 1:].flatten())
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         """Return the loss."""
         return self.loss(batch)
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW with warm-up and decay."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
+        """Return AdamW or QAdam with warm-up and decay."""
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
+        if self.uses_qadam:
+            optimizer = QAdam(self.parameters(), lr=3e-3, warmup_steps=max(1, self.steps // 4))
 
         def rate(step: int) -> float:
             return min(1.0, (step + 1) / 50) * (0.1 + 0.9 * max(0.0, 1 - step / self.steps))
@@ -116,12 +142,31 @@ class Reader(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def train(name: str, options: dict[str, Any], steps: int, seed: int) -> dict[str, float]:
+class Attentive(Reader):
+    """Predicts the next character with two causal attention layers."""
+
+    def build(self, letters: int) -> None:
+        """Create the layers."""
+        self.embed, self.head = nn.Embedding(letters, 96), nn.Linear(96, letters)
+        self.places = nn.Embedding(LENGTH, 96)
+        layer = nn.TransformerEncoderLayer(96, 4, 384, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def hidden(self, seen: Tensor) -> Tensor:
+        """Return the state after each character."""
+        mask = nn.Transformer.generate_square_subsequent_mask(seen.shape[1])
+        return self.layers(self.embed(seen) + self.places.weight, mask=mask, is_causal=True)  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, type[Reader]] = {"lstm": Reader, "gpt": Attentive}
+
+
+def train(kind: str, name: str, options: dict[str, Any], steps: int, seed: int) -> dict[str, float]:
     """Train on this rank, and return the validation loss, the bytes sent and the number of elements."""
     torch.set_num_threads(1)
     text, letters = characters()
     cut = int(len(text) * 0.95)
-    model = Reader(letters, steps, seed)
+    model = MODELS[kind](letters, steps, seed, uses_qadam=name == "bagua_qadam")
     rank = int(os.environ.get("RANK", "0"))
     trainer = Trainer(
         strategy=nnx.strategy(name, **options), accelerator="cpu", devices=RANKS, max_steps=steps,
@@ -131,13 +176,66 @@ def train(name: str, options: dict[str, Any], steps: int, seed: int) -> dict[str
     trainer.fit(model, DataLoader(Excerpts(text[:cut], seed, rank), batch_size=None))
     with torch.no_grad():
         held_out = model.loss(excerpts(text[cut:], 256, torch.Generator().manual_seed(99)))
-    backend = getattr(trainer.strategy, "backend", None)
-    sent = 0 if backend is None else backend.total
+    sent = getattr(getattr(trainer.strategy, "backend", None), "total", 0)
     return {
         "loss": float(held_out),
         "bytes": sent / steps,
         "elements": float(sum(parameter.numel() for parameter in model.parameters())),
     }
+
+
+class Layers(LightningModule):
+    """Has 2.4 million elements in four layers, and counts processor time from the fourth step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        widths = (256, 1024, 1024, 1024, 16)
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(widths)))
+        self.begun = self.spent = 0.0
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        """Return the loss."""
+        return self.net(batch).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        """Start the clock."""
+        if index == 3:
+            self.begun = time.process_time()
+
+    def on_train_end(self) -> None:
+        """Stop the clock."""
+        self.spent = time.process_time() - self.begun
+
+
+def spend(name: str, steps: int) -> float:
+    """Return the processor time of this rank for a step, in milliseconds."""
+    torch.set_num_threads(1)
+    module = Layers()
+    trainer = Trainer(
+        strategy=name, accelerator="cpu", devices=RANKS, max_steps=steps, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(torch.randn(32 * 2 * steps, 256), batch_size=32))
+    return module.spent / (steps - 3) * 1e3
+
+
+def compare_cost(steps: int) -> int:
+    """Print the processor time of a step under `ddp` and `bagua`; return 1 if the ratio is above its bar."""
+    spent: dict[str, list[float]] = {"ddp": [], "bagua": []}
+    with WorkerPool(size=RANKS) as pool:
+        for _ in range(5):
+            for name, found in spent.items():
+                found.append(sum(pool.run(spend, name, steps, world_size=RANKS, timeout=600)))
+            print("  ".join(f"{name} {found[-1]:.1f} ms" for name, found in spent.items()), flush=True)
+    middle = {name: statistics.median(found) for name, found in spent.items()}
+    ratio = middle["bagua"] / middle["ddp"]
+    print(f"medians: {middle['ddp']:.1f} and {middle['bagua']:.1f} ms; ratio {ratio:.3f}, at most {COST}")
+    return int(ratio > COST)
 
 
 def main() -> int:
@@ -147,8 +245,22 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--model", choices=list(MODELS), default="lstm")
     parser.add_argument("--only", nargs="*", default=list(STRATEGIES))
+    parser.add_argument("--cost", action="store_true", help="compare processor time")
+    parser.add_argument("--rate", default="", help="limit the link between two nodes, such as 100mbit")
     given = parser.parse_args()
+    if given.cost:
+        return compare_cost(given.steps)
+    if given.rate:
+        return compare_rate(
+            given.rate, [label for label in given.only if label in FORMULAS], FORMULAS, STRATEGIES
+        )
+    return compare_losses(given)
+
+
+def compare_losses(given: argparse.Namespace) -> int:
+    """Print losses and bytes; return 1 if some are not as expected."""
     found: dict[str, list[dict[str, float]]] = {}
     wrong = []
     print("| strategy | loss | above `ddp` | bytes of a step | formula |", "|---|---|---|---|---|", sep="\n")
@@ -156,7 +268,9 @@ def main() -> int:
         for label in dict.fromkeys(["ddp", *given.only]):
             name, options = STRATEGIES[label]
             found[label] = [
-                pool.run(train, name, options, given.steps, seed, world_size=RANKS, timeout=3600)[0]
+                pool.run(
+                    train, given.model, name, options, given.steps, seed, world_size=RANKS, timeout=3600
+                )[0]
                 for seed in range(given.seeds)
             ]
             loss = statistics.mean(one["loss"] for one in found[label])

@@ -62,7 +62,7 @@ _GRADIENTS = (
         "bagua_qadam",
         "QAdam",
         "Momenta of nnx_comm.QAdam averaged as bytes, after a warm-up with exact gradients",
-        "links are slow, and you would train with Adam for thousands of steps",
+        "you come from Bagua, and train with Adam for thousands of steps",
         options="Codec",
         codec="int8",
     ),

@@ -79,7 +79,7 @@ class QAdam(Optimizer):
             square.div_(1 - beta2**step)  # from now on, as it is, not biased towards its start of zero
         scale = 1 - beta2**step if step < warmup else 1.0
         denominator = square.div(scale).sqrt_().add_(group["eps"])
-        parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - beta1**step))
+        parameter.addcdiv_(state["exp_avg"], denominator, value=-float(group["lr"]) / (1 - beta1**step))
 
 
 class Momenta(Averaging):
