@@ -41,6 +41,9 @@ __all__ = [
 NotUsable = Literal["not installed", "disabled", "broken", "missing"]
 """The status of an unusable strategy; ``missing`` if the installed version of its package lacks it."""
 
+LONGEST = 24
+"""Names up to this length align the column of descriptions; a longer one moves its own to the right."""
+
 
 class Registered(TypedDict):
     """The declarations of a strategy that can be used now.
@@ -205,7 +208,7 @@ def run_list(*, everything: bool, as_json: bool) -> int:
     folded = {} if everything else _folded(rows)
     rows = [row for row in rows if row["name"] not in folded]
     if rows:
-        width = max(len(row["name"]) for row in rows)
+        width = max((len(row["name"]) for row in rows if len(row["name"]) <= LONGEST), default=0)
         for title, group in _by_package(rows).items():
             print_text(f"\n{title}" if title != _title(rows[0]) else title)
             for row in group:
