@@ -123,7 +123,11 @@ def train(run: Run, group: str, rank: int = 0, port: int = 0) -> None:
             return iter(data)
 
     sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=3)
-    loader: Any = DataLoader(data, batch_size=run.batch, sampler=sampler, num_workers=run.workers)
+    # A group is a child of a fork server and would use one too; workers of a fork server survive a SIGKILL.
+    method = "fork" if run.workers else None
+    loader: Any = DataLoader(
+        data, batch_size=run.batch, sampler=sampler, num_workers=run.workers, multiprocessing_context=method
+    )
     if run.iterable:
         loader = DataLoader(Stream(), batch_size=run.batch)
     saves = ModelCheckpoint(
