@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nnx_comm.wire import Exact, Lossy, Wire, add_over_ranks
+from nnx_core._torch_compat import foreach_copy_
 
 __all__ = ["Algorithm", "Averaging", "Tensors", "all_finite", "flatten", "mean_of", "parts_of", "real_view"]
 
@@ -92,7 +93,7 @@ class Averaging(Algorithm):
         self.wire = wire
         self.keeps_error = error_feedback and isinstance(wire, Lossy)
         self.scale = 1.0
-        self._buffers: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
+        self._buffers: dict[tuple[object, ...], tuple[Tensor, list[Tensor]]] = {}
         self.common = wire.state
 
     @torch.no_grad()
@@ -105,19 +106,16 @@ class Averaging(Algorithm):
 
     def _exchange_exact(self, tensors: dict[nn.Parameter, Tensor]) -> int:
         """Sum as ``ddp`` does: values are divided first, in memory that the next exchange uses again."""
-        ranks, first = dist.get_world_size(), next(iter(tensors.values()))
-        count = sum(tensor.numel() for tensor in tensors.values())
-        key = first.device, first.dtype, count
+        ranks, values = dist.get_world_size(), list(tensors.values())
+        key = values[0].device, values[0].dtype, tuple(tensor.shape for tensor in values)
         if key not in self._buffers:
-            self._buffers[key] = first.new_empty(count)
-        flat = self._buffers[key]
-        parts = list(parts_of(flat, tensors))
-        for part, tensor in zip(parts, tensors.values(), strict=True):
-            torch.mul(tensor, 1 / ranks, out=part)
-        add_over_ranks(flat)
-        for part, tensor in zip(parts, tensors.values(), strict=True):
-            tensor.copy_(part)
-        return self.wire.payload(count, ranks=ranks, itemsize=flat.element_size())
+            flat = values[0].new_empty(sum(tensor.numel() for tensor in values))
+            self._buffers[key] = flat, list(parts_of(flat, tensors))
+        flat, parts = self._buffers[key]
+        foreach_copy_(parts, values)
+        add_over_ranks(flat.mul_(1 / ranks))
+        foreach_copy_(values, parts)
+        return self.wire.payload(flat.numel(), ranks=ranks, itemsize=flat.element_size())
 
     def _exchange_lossy(self, wire: Lossy, tensors: dict[nn.Parameter, Tensor]) -> int:
         """Exchange all tensors as one, in float32 or wider, with the errors of the last exchange."""
