@@ -266,6 +266,44 @@ def test_ranks_that_differ_from_each_other_do_not_differ_from_themselves(tmp_pat
     )  # not net[loss] of each share
 
 
+def test_buffers_are_those_that_the_hooks_after_a_step_leave(tmp_path: Path) -> None:
+    model = nn.BatchNorm1d(2)
+    recorder = Recorder(tmp_path, PlainLayout(model), rank=(0, 1), share=(0, 1), outputs=False)
+    for value in (3.0, 5.0):  # as on_train_batch_end would set it, the last step's too
+        recorder.begin_batch(torch.ones(4, 2))
+        recorder.end_batch(0.0)
+        recorder.end_step([])
+        model.running_mean.fill_(value)
+    recorder.close()
+    run = read_run(tmp_path, "run")
+    norms = [run.entries(step, "buffer")["running_mean"].pieces[0].statistic.norm for step in (0, 1)]
+    assert norms == pytest.approx([3 * 2**0.5, 5 * 2**0.5])
+
+
+def record_losses(to: Path, losses: list[float]) -> None:
+    for rank, loss in enumerate(losses):
+        model, ranks = nn.Sequential(nn.Linear(2, 1, bias=False)), (rank, len(losses))
+        nn.init.ones_(model[0].weight)
+        recorder = Recorder(to, PlainLayout(model), rank=ranks, share=ranks)
+        batch = torch.ones(4 // len(losses), 2)
+        recorder.begin_batch(batch)
+        model(batch)
+        recorder.end_batch(loss)
+        model[0].weight.grad = torch.tensor([[sum(losses) / len(losses), 1.0]])
+        recorder.record_gradients("gradient")
+        recorder.end_step([])
+        recorder.close()
+
+
+def test_a_rank_whose_loss_is_zero_is_named(tmp_path: Path) -> None:
+    record_losses(tmp_path / "a", [2.0])
+    record_losses(tmp_path / "b", [2.0, 0.0])
+    verdict = compare_records(tmp_path / "a", tmp_path / "b").verdict
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("missing sum", (1,))
+    assert "lacks the share of rank 1, whose loss is 0" in str(verdict)
+
+
 # Processes.
 
 

@@ -61,6 +61,7 @@ class Recorder:
         self._hooks: list[RemovableHandle] = []
         self._line: dict[str, Any] = {}
         self._batches, self._batch_size, self._in_batch = 0, 0, False
+        self._has_ended = False
         self._calls: dict[str, int] = {}
         self._random: dict[str, Any] = {}
         directory.mkdir(parents=True, exist_ok=True)
@@ -73,6 +74,7 @@ class Recorder:
 
     def begin_batch(self, batch: Any) -> None:
         """Record a batch, and the weights if it begins a step. Collective for some layouts."""
+        self._write_step()
         if not self._line:
             self._line = {"step": self.step, "rows": [], "types": "", "losses": [], "draws": False}
             self._line |= {"rates": [], "tensors": {}}
@@ -102,13 +104,19 @@ class Recorder:
             self._record(kind, found if of is None else {name: found[name] for name in of if name in found})
 
     def end_step(self, optimizers: Iterable[Optimizer]) -> None:
-        """Record buffers and the options of the optimizers, and write the step. Collective."""
-        with self.layout.unsharded():
-            self._record("buffer", self.layout.buffers())
+        """Record the options of the optimizers."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._line["rates"] = [{key: _plain(g[key]) for key in _OPTIONS if key in g} for g in groups]
+        self._batches, self._has_ended, self.step = 0, True, self.step + 1
+
+    def _write_step(self) -> None:
+        """Write a step that has ended, with the buffers as the hooks after it left them. Collective."""
+        if not self._has_ended:
+            return
+        with self.layout.unsharded():
+            self._record("buffer", self.layout.buffers())
         self._write(self._line)
-        self._line, self._batches, self.step = {}, 0, self.step + 1
+        self._line, self._has_ended = {}, False
 
     def close(self) -> None:
         """Record the weights after the last step, and write the whole tensors. Collective."""
@@ -128,8 +136,9 @@ class Recorder:
         if not self._line:
             return
         self._in_batch = False
-        self._write({**self._line, "partial": True})
-        self._line, self.step = {}, self.step + 1
+        if not self._has_ended:
+            self._write({**self._line, "partial": True})
+            self._line, self.step = {}, self.step + 1
         with suppress(Exception):  # the engine may have failed, too
             self.close()
 
@@ -163,9 +172,10 @@ class Recorder:
                 str(shard.dtype).removeprefix("torch."),
                 [(b.offset, b.size, measure(view, b, shard.shape).as_list()) for b, view in pieces],
             )
-            if (self.step, kind, name) in self._wanted:
+            wanted = self._line["step"], kind, name
+            if wanted in self._wanted:
                 kept = [(list(b.offset), list(b.size), view.detach().cpu().clone()) for b, view in pieces]
-                self._whole[self.step, kind, name] = list(shard.shape), kept
+                self._whole[wanted] = list(shard.shape), kept
 
     def _write(self, line: Mapping[str, Any], mode: str = "a") -> None:
         with self._path.open(mode, encoding="utf-8") as file:

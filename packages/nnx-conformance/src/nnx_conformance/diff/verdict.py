@@ -34,7 +34,10 @@ CAUSES = {
     ),
     "other data": ("the ranks read other samples", "the sampler, the share of each rank, and the seed"),
     "other rate": ("the optimizer uses other options", "param groups, the scheduler, and weight decay"),
-    "other mask": ("a mask or dropout differs", "the attention mask, padding, and random seeds"),
+    "other mask": (
+        "a mask, dropout, or the weight of a sample in the loss differs",
+        "the attention mask, padding, random seeds, and the loss",
+    ),
     "dropped gradient": ("the gradient is lost", "unused-parameter handling, checkpointing, and zero_grad"),
     "kept gradient": ("the gradient of an earlier step is kept", "zero_grad, and when it is called"),
     "precision": ("values are rounded to fewer bits", "the dtype of reductions, masters and autocast"),
@@ -273,6 +276,9 @@ def _conclude(a: Run, b: Run, finding: Finding, holds: Relation | None, ranks: t
                 f"differs by {finding.loss.size:.2g}, and gradients by up to {most:.2g}: they are means of "
             )
             detail += "the ranks' shares, not of the whole batch"
+        elif absent := _ranks_without_loss(b, finding.step):
+            kind, ranks = "missing sum", absent
+            detail = f"lacks the share of rank {', '.join(map(str, absent))}, whose loss is 0"
         elif kind != "factor N":
             kind, detail = "other mask", f"differs by {finding.loss.size:.2g}, and all outputs agree"
         name = where = "loss"
@@ -287,6 +293,12 @@ def _conclude(a: Run, b: Run, finding: Finding, holds: Relation | None, ranks: t
         len(finding.differences) - 1,
         [*rates, *_spread(finding)],
     )
+
+
+def _ranks_without_loss(b: Run, step: int) -> tuple[int, ...]:
+    """Return the ranks with a loss of zero in a batch, if others have none."""
+    without = tuple(rank for rank, losses in b.steps[step].losses.items() if 0.0 in losses)
+    return without if len(without) < len(b.steps[step].losses) else ()
 
 
 def _reads_the_batch(a: Run, finding: Finding) -> bool:
@@ -304,6 +316,8 @@ _KINDS = {
     ("factor", "update"): "other rate",
     ("kept", "update"): "other rate",
     ("stale", "update"): "other rate",
+    ("kept", "buffer"): "other value",
+    ("stale", "buffer"): "stale weight",
     ("kept", ""): "kept gradient",
     ("stale", ""): "kept gradient",
     ("other mask", "update"): "stale weight",
