@@ -319,9 +319,7 @@ def release(session: nox.Session) -> None:
     for name in uploaded:
         pip(session, python, "install", "--constraint", limits, "--find-links", found_in, wheels[name])
     expect_ours(session, installed(session, python), uploaded)
-    names = ask(session, python)
-    for plugin in engines:
-        try_plugin(session, python, plugin, names.get(plugin, [])[:1])
+    try_each(session, python, engines)
     session.log(
         f"Now tag v{number}, and `twine upload` from {found_in}, in this order: {', '.join(uploaded)}."
     )
@@ -351,8 +349,7 @@ def isolation(session: nox.Session) -> None:
         session.log(f"{plugin} alone" + (f", with {', '.join(ours[1:])}, which it needs" if ours[1:] else ""))
         install(session, python, *(built[name] for name in [*SHARED, *ours]))
         expect_ours(session, installed(session, python), [*SHARED, *ours])
-        names = ask(session, python)
-        try_plugin(session, python, plugin, names.get(plugin, [])[:1])
+        try_each(session, python, [plugin])
         if plugin == "nnx-fsdp":
             outlive_another_nnx(session, python, built)
         came = sorted(installed(session, python) - shared)
@@ -386,15 +383,11 @@ def compat(session: nox.Session, edge: str) -> None:
     with session.chdir(place):
         session.run(python, "-I", "readme.py", env={"OMP_NUM_THREADS": "1"})
     checks = QUICK_CHECKS if "--quick" in session.posargs else ()
-    names = ask(session, python)
-    for plugin in PLUGINS:
-        try_plugin(session, python, plugin, names.get(plugin, [])[:1], checks)
+    try_each(session, python, PLUGINS, checks)
     record(session, python, edge, "three checks" if checks else "the fast profile")
     other = "lightning" if edge == "oldest" else lightning
     pip(session, python, "install", "--upgrade", other, f"pytorch-{other}", *built)
-    names = ask(session, python)
-    for plugin in PLUGINS:
-        try_plugin(session, python, plugin, names.get(plugin, [])[:1])
+    try_each(session, python, PLUGINS)
     record(session, python, edge, "three checks", other_lightning=True)
 
 
@@ -427,7 +420,7 @@ def record(
 
 
 def identity(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells one row of the table from the others: edge, minor version of Python, end of Lightning."""
+    """Return the key of a row in the table: its edge, minor version of Python, and end of Lightning."""
     minor = tuple(map(int, row["python"].split(".")[:2]))
     return row["edge"] == "newest", minor, row["other_lightning"]
 
@@ -574,6 +567,15 @@ def ask(session: nox.Session, python: str) -> dict[str, list[str]]:
     every = [name for some in names.values() for name in some]
     session.run(python, "-I", "-c", CHOOSE, *every, external=True)
     return names
+
+
+def try_each(
+    session: nox.Session, python: str, plugins: Sequence[str], checks: Sequence[str] = QUICK_CHECKS
+) -> None:
+    """Ask for every strategy, and try the first of each plugin."""
+    names = ask(session, python)
+    for plugin in plugins:
+        try_plugin(session, python, plugin, names.get(plugin, [])[:1], checks)
 
 
 def try_plugin(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ from nnx_conformance.check import all_checks
 from nnx_core.cli.choose import CHOICES, QUESTIONS
 from nnx_core.names.registry import StrategyRegistry
 from nnx_core.names.spec import Capabilities
+from nnx_test_helpers.generated_docs import expect_block
 
 PAGE = Path(__file__).parents[1] / "docs" / "choosing.md"
 TABLE = re.compile(
@@ -112,14 +112,7 @@ def decision() -> str:
 def test_a_block_of_the_page_is_what_the_code_says(
     block: re.Pattern[str], written: Callable[[], str]
 ) -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    expected, found = block.subn(lambda match: match[1] + written() + match[2], page)
-    assert found == 1
-    if os.environ.get("NNX_UPDATE_DOCS"):
-        PAGE.write_text(expected, encoding="utf-8")
-    assert expected == page or os.environ.get("NNX_UPDATE_DOCS"), (
-        f"run: NNX_UPDATE_DOCS=1 pytest {Path(__file__).name}"
-    )
+    expect_block(PAGE, block, written(), test=__file__)
 
 
 def test_a_cell_names_the_fewer_of_those_that_can_and_those_that_cannot() -> None:

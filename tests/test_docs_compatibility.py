@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
+
+from nnx_test_helpers.generated_docs import expect_block
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "compatibility.md"
@@ -37,14 +38,7 @@ def written(rows: list[dict[str, Any]]) -> str:
 
 
 def test_the_page_shows_the_recorded_runs() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    expected, found = TABLE.subn(lambda match: match[1] + written(read_rows()) + match[2], page)
-    assert found == 1
-    if os.environ.get("NNX_UPDATE_DOCS"):
-        PAGE.write_text(expected, encoding="utf-8")
-    assert expected == page or os.environ.get("NNX_UPDATE_DOCS"), (
-        f"run: NNX_UPDATE_DOCS=1 pytest {Path(__file__).name}"
-    )
+    expect_block(PAGE, TABLE, written(read_rows()), test=__file__)
 
 
 def test_every_python_that_the_packages_name_ran_with_every_package() -> None:

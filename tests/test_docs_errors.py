@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+from nnx_test_helpers.generated_docs import expect_block
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
@@ -66,14 +67,7 @@ def written() -> str:
 
 
 def test_the_page_has_every_error_with_its_remedy() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    expected, count = BLOCK.subn(lambda match: match[1] + written() + match[2], page)
-    assert count == 1
-    if os.environ.get("NNX_UPDATE_DOCS"):
-        PAGE.write_text(expected, encoding="utf-8")
-    assert expected == page or os.environ.get("NNX_UPDATE_DOCS"), (
-        f"run: NNX_UPDATE_DOCS=1 pytest {Path(__file__).name}"
-    )
+    expect_block(PAGE, BLOCK, written(), test=__file__)
 
 
 def test_an_error_is_found_with_the_parts_that_vary_left_out() -> None:

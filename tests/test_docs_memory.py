@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import nn
 
 import nnx
 from nnx_core.planning.estimate import Estimate
+from nnx_test_helpers.generated_docs import expect_block
 
 PAGE = Path(__file__).parents[1] / "docs" / "choosing.md"
 TABLE = re.compile(
@@ -46,11 +46,4 @@ def table() -> str:
 
 
 def test_the_memory_table_is_what_the_planner_counts() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    expected, found = TABLE.subn(lambda match: match[1] + table() + match[2], page)
-    assert found == 1
-    if os.environ.get("NNX_UPDATE_DOCS"):
-        PAGE.write_text(expected, encoding="utf-8")
-    assert expected == page or os.environ.get("NNX_UPDATE_DOCS"), (
-        f"run: NNX_UPDATE_DOCS=1 pytest {Path(__file__).name}"
-    )
+    expect_block(PAGE, TABLE, table(), test=__file__)

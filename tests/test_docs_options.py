@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -29,6 +28,7 @@ from nnx_fairscale.options import FairscaleFSDPOptions, OSSOptions, ShardedOptio
 from nnx_fsdp import FSDPOptions
 from nnx_hivemind import HivemindOptions
 from nnx_nnscaler import NnScalerOptions
+from nnx_test_helpers.generated_docs import expect_block
 from nnx_torchft.options import ElasticOptions
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -78,15 +78,8 @@ def row(option: dict[str, str]) -> str:
 @each_table
 def test_the_page_lists_every_option_as_nnx_show_does(page: str, strategy: str, schema: Any) -> None:
     names = [item.name for item in fields(schema)]
-    text = (DOCS / page).read_text(encoding="utf-8")
     pattern = re.compile(f"({re.escape(START.format(strategy))}).*?(<!-- end of options -->)", re.DOTALL)
-    expected, found = pattern.subn(lambda match: match[1] + table(strategy, names) + match[2], text)
-    assert found == 1
-    if os.environ.get("NNX_UPDATE_DOCS"):
-        (DOCS / page).write_text(expected, encoding="utf-8")
-    assert expected == text or os.environ.get("NNX_UPDATE_DOCS"), (
-        f"run: NNX_UPDATE_DOCS=1 pytest {Path(__file__).name}"
-    )
+    expect_block(DOCS / page, pattern, table(strategy, names), test=__file__)
 
 
 @each_table

@@ -1,4 +1,4 @@
-"""Scripts that `nnx diff` compares: of a Trainer, of Lightning's FSDP2, of Fabric, and a plain loop."""
+"""Scripts for `nnx diff`: one with a Trainer, one with Lightning's FSDP2, one with Fabric, a plain loop."""
 
 from __future__ import annotations
 
