@@ -1,13 +1,15 @@
 """Compare the strategies for slow links with `ddp`: the loss at equal samples, and the bytes that travel.
 
     python benchmarks/slow_links.py --steps 300 --seeds 1 [--model gpt]
+    python benchmarks/slow_links.py --steps 600 --seeds 3 --curve docs/assets/slow_links.svg
     python benchmarks/slow_links.py --cost
-    python benchmarks/slow_links.py --rate 100mbit
+    python benchmarks/slow_links.py --rate 100mbit --batch 128
 
 Two processes of this machine train a small LSTM or GPT on the source of torch.nn, with the same batches each
 time. Prints a table of validation losses, their difference from `ddp`, and bytes beside the formula. Exit
 code 1 if bytes differ from the formula by more than 1 %, or if a loss is above its bar (`BARS`).
 
+``--curve`` draws the validation loss of `CURVES` over the steps, for each model, as means over the seeds.
 ``--cost`` compares the processor time of `bagua` with that of `ddp`, in runs that take turns. ``--rate``
 limits the link between two nodes, see `slow_links_rate`.
 """
@@ -50,6 +52,8 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bagua_qadam": ("bagua_qadam", {}),
     "powersgd": ("powersgd", {}),
     "powersgd rank 16": ("powersgd", {"matrix_approximation_rank": 16}),
+    "powersgd rank 32": ("powersgd", {"matrix_approximation_rank": 32}),
+    "fsdp_hybrid_compressed": ("fsdp_hybrid_compressed", {"replicate_size": 2}),
     "localsgd": ("localsgd", {"interval": INTERVAL}),
     "bagua_decentralized": ("bagua_decentralized", {}),
     "bagua_low_precision_decentralized": ("bagua_low_precision_decentralized", {}),
@@ -58,11 +62,16 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "diloco int8": ("diloco", {"interval": INTERVAL, "codec": "int8"}),
     "diloco_streaming": ("diloco_streaming", {"interval": INTERVAL}),
 }
+CURVES = (
+    *("ddp", "bagua bf16", "bagua_bytegrad", "powersgd rank 32"),
+    *("localsgd", "bagua_decentralized", "diloco"),
+)
 FORMULAS: dict[str, Callable[[int], float]] = {
     "bagua": lambda n: 4 * n,
     "bagua bf16": lambda n: 2 * n,
     "bagua_bytegrad": lambda n: n * (1 + 4 / 512),
     "bagua topk 1 %": lambda n: 8 * n * 0.01,
+    "fsdp_hybrid_compressed": lambda n: 2 * n,
     "localsgd": lambda n: 4 * n / INTERVAL,
     "bagua_decentralized": lambda n: 4 * n,
     "bagua_low_precision_decentralized": lambda n: n * (1 + 4 / 512),
@@ -109,6 +118,7 @@ class Reader(LightningModule):
         super().__init__()
         torch.manual_seed(seed)
         self.steps, self.uses_qadam = steps, uses_qadam
+        self.curve: list[tuple[int, float]] = []
         self.build(letters)
 
     def build(self, letters: int) -> None:
@@ -128,6 +138,10 @@ class Reader(LightningModule):
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         """Return the loss."""
         return self.loss(batch)
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        """Record the loss."""
+        self.curve.append((self.trainer.global_step, float(self.loss(batch))))
 
     def configure_optimizers(self) -> Any:
         """Return AdamW or QAdam with warm-up and decay."""
@@ -161,8 +175,19 @@ class Attentive(Reader):
 MODELS: dict[str, type[Reader]] = {"lstm": Reader, "gpt": Attentive}
 
 
-def train(kind: str, name: str, options: dict[str, Any], steps: int, seed: int) -> dict[str, float]:
-    """Train on this rank, and return the validation loss, the bytes sent and the number of elements."""
+def train(
+    kind: str, name: str, options: dict[str, Any], steps: int, seed: int, every: int = 0
+) -> dict[str, Any]:
+    """Train on this rank, and return the validation loss, the bytes sent and the number of elements.
+
+    Args:
+        kind: A model of `MODELS`.
+        name: The strategy.
+        options: Its options.
+        steps: Optimizer steps.
+        seed: Of the weights and the batches.
+        every: Steps between two points of the curve that it also returns; 0 for none.
+    """
     torch.set_num_threads(1)
     text, letters = characters()
     cut = int(len(text) * 0.95)
@@ -171,14 +196,17 @@ def train(kind: str, name: str, options: dict[str, Any], steps: int, seed: int) 
     trainer = Trainer(
         strategy=nnx.strategy(name, **options), accelerator="cpu", devices=RANKS, max_steps=steps,
         use_distributed_sampler=False, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_model_summary=False, val_check_interval=every or None, num_sanity_val_steps=0,
     )  # fmt: skip
-    trainer.fit(model, DataLoader(Excerpts(text[:cut], seed, rank), batch_size=None))
+    held_out = excerpts(text[cut:], 256, torch.Generator().manual_seed(99))
+    evaluation = DataLoader([held_out], batch_size=None) if every else None
+    trainer.fit(model, DataLoader(Excerpts(text[:cut], seed, rank), batch_size=None), evaluation)
     with torch.no_grad():
-        held_out = model.loss(excerpts(text[cut:], 256, torch.Generator().manual_seed(99)))
+        loss = model.loss(held_out)
     sent = getattr(getattr(trainer.strategy, "backend", None), "total", 0)
     return {
-        "loss": float(held_out),
+        "loss": float(loss),
+        "curve": model.curve,
         "bytes": sent / steps,
         "elements": float(sum(parameter.numel() for parameter in model.parameters())),
     }
@@ -247,21 +275,52 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--model", choices=list(MODELS), default="lstm")
     parser.add_argument("--only", nargs="*", default=list(STRATEGIES))
+    parser.add_argument("--curve", type=Path, help="draw losses over the steps into this file")
     parser.add_argument("--cost", action="store_true", help="compare processor time")
+    parser.add_argument("--batch", type=int, default=8, help="samples of a rank in a step of --rate")
     parser.add_argument("--rate", default="", help="limit the link between two nodes, such as 100mbit")
     given = parser.parse_args()
     if given.cost:
         return compare_cost(given.steps)
     if given.rate:
-        return compare_rate(
-            given.rate, [label for label in given.only if label in FORMULAS], FORMULAS, STRATEGIES
-        )
+        labels = [label for label in given.only if label in FORMULAS]
+        return compare_rate(given.rate, labels, FORMULAS, STRATEGIES, batch=given.batch)
+    if given.curve:
+        draw_curves(given.curve, given.steps, given.seeds)
+        return 0
     return compare_losses(given)
+
+
+def draw_curves(file: Path, steps: int, seeds: int) -> None:
+    """Draw the validation loss of `CURVES` over the steps, and print the last points."""
+    import matplotlib.pyplot as plt
+
+    figure, columns = plt.subplots(1, len(MODELS), figsize=(9, 3.5))
+    with WorkerPool(size=RANKS) as pool:
+        for column, kind in zip(columns, MODELS, strict=True):
+            for label in CURVES:
+                curves = [
+                    pool.run(
+                        train, kind, *STRATEGIES[label], steps, seed, steps // 12,
+                        world_size=RANKS, timeout=3600,
+                    )[0]["curve"]
+                    for seed in range(seeds)
+                ]  # fmt: skip
+                points = [
+                    (at[0][0], statistics.mean(loss for _, loss in at)) for at in zip(*curves, strict=True)
+                ]
+                line = "--" if label == "ddp" else "-"
+                column.plot(*zip(*points, strict=True), label=label, linestyle=line)
+                print(kind, label, *(f"{step}: {loss:.4f}" for step, loss in points), flush=True)
+            column.set(title=kind, xlabel="step", ylabel="validation loss")
+    columns[0].legend()
+    figure.tight_layout()
+    figure.savefig(file)
 
 
 def compare_losses(given: argparse.Namespace) -> int:
     """Print losses and bytes; return 1 if some are not as expected."""
-    found: dict[str, list[dict[str, float]]] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     wrong = []
     print("| strategy | loss | above `ddp` | bytes of a step | formula |", "|---|---|---|---|---|", sep="\n")
     with WorkerPool(size=RANKS) as pool:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from nodes.laboratory import Laboratory, why_not  # noqa: E402
 
-WIDTH, LAYERS, BATCH = 1024, 2, 8
+WIDTH, LAYERS = 1024, 2
 ELEMENTS = LAYERS * (WIDTH * WIDTH + WIDTH)
 FIRST, STEPS = 20, 40
 """Steps before the measured ones, and these: two intervals."""
@@ -35,6 +35,8 @@ def compare_rate(
     labels: Sequence[str],
     formulas: Mapping[str, Callable[[int], float]],
     strategies: Mapping[str, tuple[str, dict[str, Any]]],
+    *,
+    batch: int,
 ) -> int:
     """Print a row for each strategy; return 1 if one is not as the formula says.
 
@@ -43,11 +45,12 @@ def compare_rate(
         labels: The strategies.
         formulas: The bytes of a step for so many elements, by label.
         strategies: Names and options, by label.
+        batch: The samples of a rank in a step; fewer take less time to compute, so that r is larger.
     """
     if why_not():
         raise SystemExit(f"no laboratory here: {why_not()}")
-    alone, _, _ = _measure(rate, "auto", {})
-    ddp, on_link, _ = _measure(rate, "ddp", {})
+    alone, _, _ = _measure(rate, "auto", {}, batch)
+    ddp, on_link, _ = _measure(rate, "ddp", {}, batch)
     r, wrong = (ddp - alone) / alone, []
     print(f"{rate}, {ELEMENTS:,} elements: {alone:.4f} s alone, {ddp:.4f} s under ddp, r = {r:.1f}")
     print(
@@ -55,13 +58,13 @@ def compare_rate(
         "|---|---|---|---|---|---|---|",
         sep="\n",
     )
-    print(f"| `ddp` | | {4 * ELEMENTS:,} | {on_link:,.0f} | {2 * BATCH / ddp:.1f} | 1.00 | 1.00 |")
+    print(f"| `ddp` | | {4 * ELEMENTS:,} | {on_link:,.0f} | {2 * batch / ddp:.1f} | 1.00 | 1.00 |")
     for label in labels:
-        seconds, on_link, payload = _measure(rate, *strategies[label])
+        seconds, on_link, payload = _measure(rate, *strategies[label], batch)
         formula = formulas[label](ELEMENTS)
         gain, expected = ddp / seconds, (1 + r) / (1 + r * formula / (4 * ELEMENTS))
         print(
-            f"| `{label}` | {payload:,.0f} | {formula:,.0f} | {on_link:,.0f} | {2 * BATCH / seconds:.1f} "
+            f"| `{label}` | {payload:,.0f} | {formula:,.0f} | {on_link:,.0f} | {2 * batch / seconds:.1f} "
             f"| {gain:.2f} | {expected:.2f} |",
             flush=True,
         )
@@ -75,7 +78,7 @@ def compare_rate(
     return int(bool(wrong))
 
 
-def _measure(rate: str, name: str, options: dict[str, Any]) -> tuple[float, float, float]:
+def _measure(rate: str, name: str, options: dict[str, Any], batch: int) -> tuple[float, float, float]:
     """Return the mean seconds of a step, and the bytes on node 0's link and of its payload."""
     nodes = 1 if name == "auto" else 2
     path = os.pathsep.join([str(ROOT / "tests" / "startup"), os.environ.get("PYTHONPATH", "")])
@@ -88,7 +91,7 @@ def _measure(rate: str, name: str, options: dict[str, Any]) -> tuple[float, floa
                 *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1"),
                 *("--master-addr", node.name if name == "auto" else "node0", "--master-port=29500"),
                 f"--node-rank={0 if name == 'auto' else node.number}",
-                *(str(Path(__file__).resolve()), json.dumps([name, options, nodes])),
+                *(str(Path(__file__).resolve()), json.dumps([name, options, nodes, batch])),
                 env={"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
             )
             for node in lab.nodes
@@ -102,7 +105,7 @@ def _measure(rate: str, name: str, options: dict[str, Any]) -> tuple[float, floa
     return seconds, on_link, payload
 
 
-def _train(name: str, options: dict[str, Any], nodes: int) -> None:
+def _train(name: str, options: dict[str, Any], nodes: int, batch: int) -> None:
     """Train on this node, and print what the steps took."""
     import torch
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -131,9 +134,8 @@ def _train(name: str, options: dict[str, Any], nodes: int) -> None:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
         def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(
-                torch.randn(2 * BATCH * (FIRST + STEPS), WIDTH), batch_size=BATCH
-            )
+            samples = torch.randn(nodes * batch * (FIRST + STEPS), WIDTH)
+            return torch.utils.data.DataLoader(samples, batch_size=batch)
 
     seen: list[tuple[float, int, int]] = []
     strategy = name if name == "auto" else nnx.strategy(name, **options)

@@ -22,6 +22,7 @@ from nnx_comm.options import (
     LocalSGDOptions,
     PowerSGDOptions,
 )
+from nnx_comm.wire import largest
 from nnx_conformance.pool import JobError, WorkerPool
 from nnx_core.errors import OptionError
 
@@ -35,6 +36,10 @@ STRATEGIES = {
     "localsgd": Run(strategy="localsgd", options={"interval": 2, "replicas": "each"}),
     "shift_one": Run(
         strategy="bagua_decentralized", options={"peer_selection_mode": "shift_one", "replicas": "each"}
+    ),
+    "hybrid": Run(
+        strategy="fsdp_hybrid_compressed",
+        options={"replicate_size": 2, "codec": "int8", "min_num_params": 100},
     ),
     "qadam": Run(strategy="bagua_qadam", optimizer="qadam"),
     "low_precision": Run(strategy="bagua_low_precision_decentralized", options={"replicas": "each"}),
@@ -59,7 +64,7 @@ def test_an_error_is_what_the_mean_lacks_and_the_payload_is_the_formula(
     pool: WorkerPool, codec: str, ranks: int
 ) -> None:
     within = {"none": 1e-15, "fp16": 5e-3, "bf16": 5e-2, "int8": 5e-2, "topk": 5.0}[codec]
-    for results in pool.run(send, codec, [1, 5, 1000, 5000], world_size=ranks, init="gloo"):
+    for results in pool.run(send, codec, [1, 5, 1000, 400_000], world_size=ranks, init="gloo"):
         for lost, off, payload, formula in results:
             assert lost < 1e-14
             assert off < within
@@ -96,11 +101,13 @@ def test_other_numbers_of_ranks_resume_and_keep_the_sum_of_the_errors(
         pytest.skip("pairs need an even number of ranks")
     options = {key: value for key, value in STRATEGIES[name].options.items() if key != "replicas"}
     run = replace(STRATEGIES[name], options=options, save_at=3, path=str(tmp_path / "checkpoint"))
+    if name == "hybrid":
+        options = {**options, "replicate_size": {1: 1, 2: 2, 3: 3, 4: 2}[ranks]}
     saved = [result["errors"]["batch 2"] for result in pool.run(train, run)]
     expected = {parameter: sum(errors[parameter] for errors in saved) for parameter in saved[0]}
-    if name in ("bf16", "topk", "bytegrad", "powersgd", "qadam", "streaming"):
+    if name in ("bf16", "topk", "bytegrad", "powersgd", "hybrid", "qadam", "streaming"):
         assert any(float(torch.as_tensor(error).abs().max()) > 0 for error in expected.values())
-    resumed = pool.run(train, replace(run, resume=True), world_size=ranks)
+    resumed = pool.run(train, replace(run, options=options, resume=True), world_size=ranks)
     for parameter, error in expected.items():
         total = sum(result["errors"]["start"][parameter] for result in resumed)
         torch.testing.assert_close(total, error, atol=1e-6, rtol=0)
@@ -108,6 +115,28 @@ def test_other_numbers_of_ranks_resume_and_keep_the_sum_of_the_errors(
     other = pool.run(train, replace(run, strategy="ddp", options={}, resume=True), world_size=1)[0]
     for result in resumed:
         assert_equal(result["start"], other["start"])
+
+
+def test_shards_of_two_nodes_are_averaged_and_their_errors_resume(pool: WorkerPool, tmp_path: Path) -> None:
+    options = {"replicate_size": 2, "min_num_params": 100}
+    exact = Run(strategy="fsdp_hybrid", options=options, settings={"gradient_clip_val": 0.1})
+    ours = replace(exact, strategy="fsdp_hybrid_compressed", options={**options, "codec": "none"})
+    expected = pool.run(train, exact, world_size=4)[0]
+    for result in pool.run(train, ours, world_size=4):
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+        for name, value in result["weights"].items():
+            torch.testing.assert_close(value, expected["weights"][name], atol=1e-6, rtol=1e-5)
+    run = replace(STRATEGIES["hybrid"], save_at=3, path=str(tmp_path / "checkpoint"))
+    whole = pool.run(train, run, world_size=4)
+    assert [each["losses"] for each in pool.run(train, replace(run, resume=True), world_size=4)] == [
+        each["losses"][3:] for each in whole
+    ]
+    resumed = pool.run(train, replace(run, resume=True), world_size=2)
+    for name in whole[0]["errors"]["batch 2"]:
+        error = sum(result["errors"]["batch 2"][name] for result in whole)
+        total = sum(result["errors"]["start"][name] for result in resumed)
+        assert float(error.abs().max()) > 0
+        torch.testing.assert_close(total, error, atol=1e-6, rtol=0)
 
 
 def test_an_algorithm_of_another_kind_does_not_read_the_errors(pool: WorkerPool, tmp_path: Path) -> None:
@@ -194,7 +223,7 @@ def test_other_strategies_resume_and_the_state_survives_them(
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "32-true"])
-@pytest.mark.parametrize("name", ["bytegrad", "qadam"])
+@pytest.mark.parametrize("name", ["bytegrad", "hybrid", "qadam"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_keeps_the_errors(
     pool: WorkerPool, name: str, precision: str
 ) -> None:
@@ -243,8 +272,9 @@ def test_evaluation_sees_the_average_and_changes_nothing(
 
 
 def test_bytes_are_logged_and_are_those_of_the_formula(pool: WorkerPool) -> None:
-    count = sum(value.numel() for value in pool.run(train, Run(strategy="bagua"))[0]["weights"].values())
-    for name, expected in {"bagua": count * 4, "bf16": count * 2}.items():
+    weights = pool.run(train, Run(strategy="bagua"))[0]["weights"].values()
+    count = sum(value.numel() for value in weights)
+    for name, expected in {"bagua": (count + len(weights)) * 4, "bf16": count * 2}.items():
         metrics = pool.run(train, STRATEGIES[name])[0]["metrics"]
         assert metrics["payload_bytes"] == pytest.approx(expected, abs=4)
         assert metrics["payload_bytes_total"] == 5 * metrics["payload_bytes"]  # of the steps before the last
@@ -315,6 +345,15 @@ def test_every_rank_of_one_half_meets_every_rank_of_the_other(ranks: int) -> Non
         peers = [peer_of(rank, ranks, number) for number in range(ranks // 2)]
         assert len(set(peers)) == ranks // 2
         assert all(peer_of(peer, ranks, number) == rank for number, peer in enumerate(peers))
+
+
+@pytest.mark.parametrize(("size", "count"), [(0, 0), (1, 1), (100, 100), (10_000, 100), (10_000, 6000)])
+def test_the_largest_values_are_those_that_topk_finds(size: int, count: int) -> None:
+    values = torch.randn(size, generator=torch.Generator().manual_seed(0)).abs()
+    for given in (values, torch.zeros(size), values.sort().values, values.repeat_interleave(2)[:size]):
+        found = largest(given, count)
+        assert len(set(found.tolist())) == count
+        assert torch.equal(given[found].sort().values, given.topk(count).values.sort().values)
 
 
 def test_fragments_hold_all_weights_once() -> None:

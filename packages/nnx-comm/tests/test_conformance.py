@@ -14,6 +14,9 @@ from nnx_conformance.runner import select_checks
 NEAR = ("converges", "accumulation", "overflow_on_one_rank", "ranks_start_with_equal_weights")
 ONE_STEP = ("resume_and_save_again", "killed_while_saving")
 """Checks that train one step: an interval of two steps is refused there."""
+UNSHARDED = ("shards_parameters", "shards_gradients", "shards_optimizer")
+ODD = ("resume_at_world_sizes", "data_position_resumes")
+"""Checks that two nodes of one rank fail: nothing is sharded there, and three ranks are no two nodes."""
 LONGER = tuple(
     check.name for check in select_checks((*NEAR, "stages", "checkpoints")) if check.name not in ONE_STEP
 )
@@ -46,6 +49,19 @@ class TestPowerSGD(StrategyConformance):
     strategy = "powersgd"
     options = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 1}  # noqa: RUF012
     only = NEAR
+
+
+@pytest.mark.quick(checks=("loss_falls_as_in_one_process",))
+class TestHybridCompressed(StrategyConformance):
+    """Two nodes of one rank each."""
+
+    strategy = "fsdp_hybrid_compressed"
+    options = {"replicate_size": 2, "min_num_params": 100}  # noqa: RUF012
+    only = tuple(
+        check.name
+        for check in select_checks((*NEAR, "numbers", "stages", "checkpoints"))
+        if check.name not in UNSHARDED + ODD
+    )
 
 
 @pytest.mark.quick(checks=("loss_falls_as_in_one_process",))

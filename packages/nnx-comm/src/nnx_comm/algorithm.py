@@ -106,29 +106,32 @@ class Averaging(Algorithm):
 
     def _exchange_exact(self, tensors: dict[nn.Parameter, Tensor]) -> int:
         """Sum as ``ddp`` does: values are divided first, in memory that the next exchange uses again."""
-        ranks, values = dist.get_world_size(), list(tensors.values())
+        ranks, values = dist.get_world_size(self.wire.group), list(tensors.values())
         key = values[0].device, values[0].dtype, tuple(tensor.shape for tensor in values)
         if key not in self._buffers:
             flat = values[0].new_empty(sum(tensor.numel() for tensor in values))
             self._buffers[key] = flat, list(parts_of(flat, tensors))
         flat, parts = self._buffers[key]
         foreach_copy_(parts, values)
-        add_over_ranks(flat.mul_(1 / ranks))
+        add_over_ranks(flat.mul_(1 / ranks), self.wire.group)
         foreach_copy_(values, parts)
         return self.wire.payload(flat.numel(), ranks=ranks, itemsize=flat.element_size())
 
     def _exchange_lossy(self, wire: Lossy, tensors: dict[nn.Parameter, Tensor]) -> int:
         """Exchange all tensors as one, in float32 or wider, with the errors of the last exchange."""
-        if not tensors:
+        if not any(tensor.numel() for tensor in tensors.values()):
             return 0
-        flat = flatten(tensors.values()).div_(self.scale)
+        flat = flatten(tensors.values())
+        if self.scale != 1:
+            flat.div_(self.scale)
         if self.keeps_error:
             for part, parameter in zip(parts_of(flat, tensors), tensors, strict=True):
                 if parameter in self.own:
                     part.add_(self.own[parameter]["error"])
         sent = wire.mean(flat, [tensor.shape for tensor in tensors.values()])
-        for tensor, mean in zip(tensors.values(), parts_of(sent.mean, tensors), strict=True):
-            tensor.copy_(mean * self.scale)
+        mean = sent.mean if self.scale == 1 else sent.mean * self.scale
+        for tensor, part in zip(tensors.values(), parts_of(mean, tensors), strict=True):
+            tensor.copy_(part)
         self._keep(sent.error, tensors)
         return sent.payload
 

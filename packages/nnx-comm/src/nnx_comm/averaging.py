@@ -155,11 +155,11 @@ class LowPrecision(WeightExchange):
         ranks, rank = dist.get_world_size(), dist.get_rank()
         left, right = (rank - 1) % ranks, (rank + 1) % ranks
         change = flatten(weights.values())
-        for name, share in (("here", -5 / 3), ("left", 1 / 3), ("right", 1 / 3)):
-            change.add_(flatten(self.own[parameter][name] for parameter in weights), alpha=share)
-        count = self._codec.padded(change.numel())
-        rows = change.new_zeros(1, count)
-        rows[0, : change.numel()] = change
+        for parameter, part in zip(weights, parts_of(change, weights), strict=True):
+            for name, share in (("here", -5 / 3), ("left", 1 / 3), ("right", 1 / 3)):
+                part.add_(real_view(self.own[parameter][name]), alpha=share)
+        rows = self._codec.rows(change, 1)
+        count = rows.shape[1]
         coded = self._codec.encode(rows)
         received = swap(coded, {left, right})
         for name, message in (("here", coded), ("left", received[left]), ("right", received[right])):

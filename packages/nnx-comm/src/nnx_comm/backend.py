@@ -1,10 +1,11 @@
-"""`SlowLinkBackend`: plain data parallelism, the common part of both kinds of algorithms."""
+"""`SlowLink`, the common part of all strategies for slow links; `SlowLinkBackend`, plain data parallelism."""
 
 from __future__ import annotations
 
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,20 +18,23 @@ from nnx_core.backend import Backend, OptionsT, ParallelContext, Sample
 from nnx_core.optimizers.gradients import refuse_sparse_layers
 from nnx_core.view.modules import broadcast_module, move_to
 
-__all__ = ["SlowLinkBackend"]
+__all__ = ["SlowLink", "SlowLinkBackend", "log"]
 
 log = logging.getLogger("nnx.comm")
 
 
-class SlowLinkBackend(Backend[OptionsT]):
-    """Every rank holds the model, and an `Algorithm` exchanges gradients or weights.
+class SlowLink(Backend[OptionsT]):
+    """Exchanges tensors with other ranks by an `Algorithm`, counts bytes, and stores the algorithm's state.
 
     Attributes:
+        ALONE: Logged if there is nothing to exchange.
         algorithm: The algorithm of this run.
         payload: The bytes that this rank sent for the last step.
         total: The bytes that this rank sent in the run.
         is_loading: True while the optimizer is restored without the algorithm.
     """
+
+    ALONE: ClassVar[str] = "There is one rank: it trains as one process, and exchanges nothing"
 
     algorithm: Algorithm
 
@@ -44,9 +48,19 @@ class SlowLinkBackend(Backend[OptionsT]):
         """Return the algorithm of the options, without state."""
 
     @property
+    def link_rank_and_size(self) -> tuple[int, int]:
+        """This rank among those that it exchanges with, and their number."""
+        return self.context.rank, self.context.world_size
+
+    @property
     def is_alone(self) -> bool:
-        """True if there is one rank, which has nothing to exchange."""
-        return self.context.world_size == 1
+        """True if there is nothing to exchange."""
+        return self.link_rank_and_size[1] == 1
+
+    @property
+    def compared_options(self) -> object:
+        """The options that must be equal on all ranks."""
+        return self.options
 
     def setup(self, context: ParallelContext) -> None:
         """Make the algorithm; compare the options over the ranks. Collective.
@@ -58,24 +72,9 @@ class SlowLinkBackend(Backend[OptionsT]):
         self.payload = self.total = 0
         self.algorithm = self.make_algorithm()
         if self.is_alone:
-            log.warning("There is one rank: it trains as one process, and exchanges nothing")
-            return
-        refuse_unequal_options(self.options)
-
-    def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Move the module to the device, with rank zero's values. Collective."""
-        move_to(module, self.context.device)
-        broadcast_module(module)
-        return {}
-
-    def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Do nothing: the parameters are the user's own."""
-        return {}
-
-    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse sparse gradients."""
-        if optimizers:
-            refuse_sparse_layers(module, engine="this strategy")
+            log.warning(self.ALONE)
+        else:
+            refuse_unequal_options(self.compared_options)
 
     def count(self, payload: int) -> None:
         """Count the bytes of a step."""
@@ -90,9 +89,8 @@ class SlowLinkBackend(Backend[OptionsT]):
         """Return handles on the optimizer's state and on the algorithm's."""
         state = super().optimizer_state(module, optimizer)
         if not self.is_loading:
-            rank, ranks = self.context.rank, self.context.world_size
             own, names = self.own_state(optimizer), parameter_names(module)
-            add_state(state, self.algorithm, own, names, rank=rank, ranks=ranks)
+            add_state(state, self.algorithm, own, names, self.link_rank_and_size)
         return state
 
     def own_state(self, optimizer: Optimizer) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
@@ -110,5 +108,23 @@ class SlowLinkBackend(Backend[OptionsT]):
             super().load_optimizer_state(module, optimizer, saved)
         finally:
             self.is_loading = False
-        rank, ranks = self.context.rank, self.context.world_size
-        load_state(saved, self.algorithm, parameter_names(module), rank=rank, ranks=ranks)
+        load_state(saved, self.algorithm, parameter_names(module), self.link_rank_and_size)
+
+
+class SlowLinkBackend(SlowLink[OptionsT]):
+    """Every rank holds the model, and exchanges gradients or weights with all others."""
+
+    def parallelize(self, module: nn.Module, sample: Sample) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Move the module to the device, with rank zero's values. Collective."""
+        move_to(module, self.context.device)
+        broadcast_module(module)
+        return {}
+
+    def unparallelize(self, module: nn.Module) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Do nothing: the parameters are the user's own."""
+        return {}
+
+    def setup_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse sparse gradients."""
+        if optimizers:
+            refuse_sparse_layers(module, engine="this strategy")

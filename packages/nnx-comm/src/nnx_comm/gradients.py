@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nnx_comm.algorithm import Averaging, all_finite
-from nnx_comm.backend import SlowLinkBackend, log
+from nnx_comm.algorithm import Averaging, Tensors, all_finite, real_view
+from nnx_comm.backend import SlowLink, SlowLinkBackend, log
 from nnx_comm.options import BaguaOptions, CodecOptions, PowerSGDOptions
 from nnx_comm.powersgd import PowerSGD
 from nnx_comm.qadam import Momenta, QAdam
@@ -30,13 +30,13 @@ from nnx_core.optimizers.gradients import refuse_sparse_gradient
 from nnx_core.optimizers.optimizer_probe import dependence
 from nnx_core.optimizers.unsharded_optimizer import mean_loss
 
-__all__ = ["BaguaBackend", "GradientBackend", "PowerSGDBackend", "QAdamBackend"]
+__all__ = ["BaguaBackend", "GradientBackend", "GradientExchange", "PowerSGDBackend", "QAdamBackend"]
 
 T = TypeVar("T")
 
 
-class GradientBackend(SlowLinkBackend[OptionsT]):
-    """Averages the gradients of all ranks after a backward."""
+class GradientExchange(SlowLink[OptionsT]):
+    """Averages gradients by an `Averaging` after the backward that ends an accumulation."""
 
     reduces_in_backward = True
     algorithm: Averaging
@@ -44,20 +44,23 @@ class GradientBackend(SlowLinkBackend[OptionsT]):
     def __init__(self, options: OptionsT) -> None:
         super().__init__(options)
         self._accumulates = self._overflowed = False
-        self._of_model: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        self._averaged: dict[nn.Parameter, weakref.ref[Tensor]] = {}
         self._scaler: torch.amp.GradScaler | None = None
 
     @abstractmethod
     def make_algorithm(self) -> Averaging:
         """Return the algorithm of the options."""
 
+    @abstractmethod
+    def average(self, module: nn.Module) -> None:
+        """Average the gradients of a backward, or call `skip_step`. Collective."""
+
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
         """Return a context in which gradients accumulate on each rank."""
         before, self._accumulates = self._accumulates, True
         try:
-            yield
+            with super().no_sync(module):
+                yield
         finally:
             self._accumulates = before
 
@@ -70,29 +73,65 @@ class GradientBackend(SlowLinkBackend[OptionsT]):
         """Compute gradients, and average them unless they accumulate. Collective then."""
         super().backward(module, loss, *args, **kwargs)
         if not (self._accumulates or self.is_alone):
-            self._average(module)
+            with torch.no_grad():
+                self.average(module)
 
-    @torch.no_grad()
-    def _average(self, module: nn.Module) -> None:
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        own = {parameter: parameter.grad for parameter in trained if parameter.grad is not None}
-        names = {parameter: name for name, parameter in module.named_parameters()}
-        for parameter, gradient in own.items():
-            refuse_sparse_gradient(gradient, names[parameter])
-        overflows = isinstance(self.algorithm.wire, Lossy) and not all_finite(own)
-        *are_used, overflowed = used_anywhere([*(parameter in own for parameter in trained), overflows])
-        self._overflowed = overflowed
-        if overflowed:
-            self._skip(trained)
-            return
-        used = [parameter for parameter, is_used in zip(trained, are_used, strict=True) if is_used]
-        for parameter in used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+    def exchange(self, gradients: Tensors) -> None:
+        """Replace gradients by their mean, and count the bytes. Collective."""
         scaled = self._scaler is not None and self._scaler.is_enabled()
         self.algorithm.scale = self._scaler.get_scale() if scaled and self._scaler is not None else 1.0
-        gradients = {parameter: parameter.grad for parameter in used if parameter.grad is not None}
+        self._overflowed = False
         self.count(self.algorithm.exchange(gradients, step=0))
+
+    def skip_step(self, module: nn.Module) -> None:
+        """Exchange nothing, and let no rank step: errors stay as they are.
+
+        A loss scaler skips the step of all ranks if one rank's gradients overflow, and reduces the scale.
+        """
+        self._overflowed = True
+        self.count(0)
+        if self._scaler is not None and self._scaler.is_enabled():
+            return
+        if self.context.rank == 0:
+            log.warning("Gradients of a rank are not finite: no rank steps, and the codec's errors stay")
+        for parameter in module.parameters():
+            parameter.grad = None
+
+
+class GradientBackend(GradientExchange[OptionsT], SlowLinkBackend[OptionsT]):
+    """Averages the gradients of all ranks, each of which has the whole model."""
+
+    def __init__(self, options: OptionsT) -> None:
+        super().__init__(options)
+        self._of_model: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._averaged: dict[nn.Parameter, weakref.ref[Tensor]] = {}
+        self._usage = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def average(self, module: nn.Module) -> None:
+        """Average the gradients of the parameters that some rank used, or call `skip_step`. Collective."""
+        names = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        trained = list(names.values())
+        for name, parameter in names.items():
+            if parameter.grad is not None:
+                refuse_sparse_gradient(parameter.grad, name)
+        own = [parameter.grad is not None for parameter in trained]
+        gradients = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in trained}
+        if isinstance(self.algorithm.wire, Lossy):
+            *used, overflows = used_anywhere([*own, not all_finite(gradients)])
+            if overflows:
+                self.skip_step(module)
+                return
+            gradients = {p: g for (p, g), is_used in zip(gradients.items(), used, strict=True) if is_used}
+            self.exchange(gradients)
+        elif trained:
+            # Flags travel with the gradients: a collective of their own takes time of the processor.
+            usage = real_view(gradients[trained[0]]).new_tensor(own)
+            self.exchange({**gradients, self._usage: usage})
+            if not all(own):
+                used = usage.bool().tolist()
+                gradients = {p: g for (p, g), is_used in zip(gradients.items(), used, strict=True) if is_used}
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
         self._averaged.update((parameter, weakref.ref(gradient)) for parameter, gradient in gradients.items())
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -126,19 +165,6 @@ class GradientBackend(SlowLinkBackend[OptionsT]):
             averaged = self._averaged.get(parameter)
             if parameter.grad is not None and (averaged is None or averaged() is not parameter.grad):
                 refuse_unequal_gradient(parameter.grad, name)
-
-    def _skip(self, trained: Sequence[nn.Parameter]) -> None:
-        """Exchange nothing, and let no rank step: errors stay as they are.
-
-        A loss scaler skips the step of all ranks if one rank's gradients overflow, and reduces the scale.
-        """
-        self.count(0)
-        if self._scaler is not None and self._scaler.is_enabled():
-            return
-        if self.context.rank == 0:
-            log.warning("Gradients of a rank are not finite: no rank steps, and the codec's errors stay")
-        for parameter in trained:
-            parameter.grad = None
 
 
 class BaguaBackend(GradientBackend[BaguaOptions]):

@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing_extensions import override
 
 from nnx_core.planning.replay import Replay
+from nnx_fsdp.memory import FSDPMemory
 
-__all__ = ["AsyncMemory", "DiLoCoMemory", "GradientMemory", "LowPrecisionMemory", "WeightMemory"]
+__all__ = [
+    "AsyncMemory",
+    "DiLoCoMemory",
+    "GradientMemory",
+    "HybridMemory",
+    "LowPrecisionMemory",
+    "WeightMemory",
+]
 
 
 class GradientMemory(Replay):
@@ -26,6 +34,24 @@ class GradientMemory(Replay):
             self.memory.add_briefly("communication", 5 * self.gradients)
         else:
             self.copy_by_gloo(self.gradients)
+
+
+class HybridMemory(FSDPMemory):
+    """A rank of FSDP2 that exchanges its shard of the gradients: the errors, and the codec's rows."""
+
+    @property
+    def _shards(self) -> int:
+        return sum(self.rows(p) for unit in self.units.values() for p in unit if p.trained)
+
+    @override
+    def begin(self) -> None:
+        super().begin()
+        self.memory.add("communication", self._shards)
+
+    @override
+    def end_backward(self) -> None:
+        super().end_backward()
+        self.memory.add_briefly("communication", 5 * self._shards)
 
 
 class WeightMemory(Replay):

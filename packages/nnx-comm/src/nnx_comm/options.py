@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from nnx_core.errors import OptionError
 from nnx_core.options import check_options, option
+from nnx_fsdp.options import FSDPOptions
 
 __all__ = [
     "AsyncOptions",
@@ -15,6 +16,7 @@ __all__ = [
     "CodecOptions",
     "DecentralizedOptions",
     "DiLoCoOptions",
+    "HybridOptions",
     "LocalSGDOptions",
     "LowPrecisionOptions",
     "PowerSGDOptions",
@@ -85,6 +87,15 @@ class BaguaOptions(CodecOptions):
                 f"codec={self.codec!r} contradicts algorithm='bytegrad', whose codec is 'int8'.",
                 remedy=f"Pass algorithm='gradient_allreduce', codec={self.codec!r}.",
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridOptions(CodecOptions, FSDPOptions):
+    """Options of `fsdp_hybrid_compressed`: those of FSDP2, and the codec between nodes."""
+
+    def __post_init__(self) -> None:
+        FSDPOptions.__post_init__(self)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nnx_core import Capabilities, StrategySpec, hookimpl
+from nnx_fsdp.plugin import CAPABILITIES as _FSDP
 
 _EQUAL = Capabilities(
     precisions=("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"),
@@ -16,6 +17,7 @@ _EQUAL = Capabilities(
 _NEAR = replace(_EQUAL, exact=False)
 
 _REPLICA = replace(_NEAR, multiple_optimizers=False, refuses=_EQUAL.refuses[:2])
+_HYBRID = replace(_FSDP, exact=False, refuses=(*_FSDP.refuses, "loss_backward_called_directly"))
 
 
 def _strategy(
@@ -74,6 +76,19 @@ _GRADIENTS = (
         capabilities=replace(_NEAR, multiple_optimizers=False),
     ),
 )
+_HYBRIDS = (
+    StrategySpec(
+        name="fsdp_hybrid_compressed",
+        target="nnx_comm.hybrid:HybridBackend",
+        options="nnx_comm.options:HybridOptions",
+        description="FSDP2 within a node; gradients averaged over the nodes through a codec",
+        use_when="fsdp_hybrid waits for slow links between the nodes",
+        docs_url="docs/backends/slow-links.md",
+        memory="nnx_comm.memory:HybridMemory",
+        capabilities=_HYBRID,
+        init_params={"hybrid": True, "codec": "bf16"},
+    ),
+)
 _WEIGHTS = (
     _strategy(
         "localsgd",
@@ -130,4 +145,4 @@ _WEIGHTS = (
 @hookimpl
 def nnx_strategies() -> list[StrategySpec]:
     """Return the strategies."""
-    return [*_GRADIENTS, *_WEIGHTS]
+    return [*_GRADIENTS, *_HYBRIDS, *_WEIGHTS]

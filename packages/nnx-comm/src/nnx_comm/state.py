@@ -2,14 +2,15 @@
 
 The state is part of the optimizer's, beside that of parameters, because it is of no use without it::
 
-    optim.<i>.state.comm.<kind>:<parameter>.own_<name>       [ranks, *shape]: a row of each rank
+    optim.<i>.state.comm.<kind>:<parameter>.own_<name>       [ranks, *shape]: a row of each rank (or node)
     optim.<i>.state.comm.<kind>:<parameter>.shared_<name>    equal on all ranks
     optim.<i>.state.comm.<kind>:.common_<name>               equal on all ranks, of no parameter
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,31 +32,27 @@ def add_state(
     algorithm: Algorithm,
     own: Mapping[nn.Parameter, Mapping[str, Tensor]],
     names: Mapping[nn.Parameter, str],
-    *,
-    rank: int,
-    ranks: int,
+    link: tuple[int, int],
 ) -> None:
     """Add handles on an algorithm's state to an optimizer's.
 
     Args:
         state: The description of the optimizer; state of its parameters only is added.
         algorithm: The algorithm.
-        own: The tensors of this rank alone, by parameter and name.
+        own: The tensors of this rank alone, by parameter and name. Those of a sharded parameter are sharded
+            as the parameter is.
         names: The names of the parameters.
-        rank: This rank.
-        ranks: The number of ranks.
+        link: This rank among those that exchange, and their number.
     """
     prefix = _prefix(algorithm)
     of_optimizer = {name for group in state["param_groups"] for name in group["params"]}
-    kinds: tuple[tuple[str, Mapping[nn.Parameter, Mapping[str, Tensor]], Callable[[Tensor], Shard]], ...] = (
-        ("own", own, lambda tensor: _row(tensor, rank, ranks)),
-        ("shared", algorithm.shared, shard_of),
-    )
-    for kind, found, describe in kinds:
+    for kind, found in (("own", own), ("shared", algorithm.shared)):
         for parameter, tensors in found.items():
             if (name := names.get(parameter)) in of_optimizer:
                 entries = state["state"].setdefault(f"{prefix}{name}", {})
-                entries.update({f"{kind}_{key}": describe(tensor) for key, tensor in tensors.items()})
+                for key, tensor in tensors.items():
+                    shard = _row(tensor, parameter, link) if kind == "own" else shard_of(tensor)
+                    entries[f"{kind}_{key}"] = shard
     if algorithm.common:
         state["state"][prefix] = {f"common_{key}": shard_of(each) for key, each in algorithm.common.items()}
 
@@ -64,9 +61,7 @@ def load_state(
     saved: Mapping[str, Any],
     algorithm: Algorithm,
     names: Mapping[nn.Parameter, str],
-    *,
-    rank: int,
-    ranks: int,
+    link: tuple[int, int],
 ) -> None:
     """Restore an algorithm's state from an optimizer's in a checkpoint; other ranks may have saved it.
 
@@ -74,8 +69,7 @@ def load_state(
         saved: The optimizer's state by name, with unsharded tensors or handles on them.
         algorithm: The algorithm.
         names: The names of the parameters.
-        rank: This rank.
-        ranks: The number of ranks.
+        link: This rank among those that exchange, and their number.
     """
     prefix = _prefix(algorithm)
     parameters = {f"{prefix}{name}": parameter for parameter, name in names.items()}
@@ -89,13 +83,11 @@ def load_state(
                 algorithm.common[name] = _read(value)
             elif parameter is not None and kind == "shared":
                 algorithm.shared.setdefault(parameter, {})[name] = _read(value).to(parameter.device)
-            elif parameter is not None:
+            elif parameter is not None and (of := shard_of(parameter)).boxes:
+                box = None if of.is_whole else of.boxes[0]
+                rank, ranks = link
                 combined = algorithm.combine(
-                    name,
-                    lambda row, value=value: _read_row(value, row),  # type: ignore[misc]
-                    saved=value.shape[0],
-                    rank=rank,
-                    ranks=ranks,
+                    name, partial(_read_row, value, box), saved=value.shape[0], rank=rank, ranks=ranks
                 )
                 if combined is not None:
                     algorithm.own.setdefault(parameter, {})[name] = combined.to(parameter.device)
@@ -105,19 +97,29 @@ def _prefix(algorithm: Algorithm) -> str:
     return f"comm.{algorithm.kind}:"
 
 
-def _row(tensor: Tensor, rank: int, ranks: int) -> Shard:
-    tensor = tensor.detach()
-    size = (1, *tensor.shape)
-    box = Box((rank, *(0 for _ in tensor.shape)), size)
-    return Shard((ranks, *tensor.shape), tensor.dtype, (box,), (tensor.view(size),))
+def _row(tensor: Tensor, parameter: nn.Parameter, link: tuple[int, int]) -> Shard:
+    """Describe a tensor of this rank as its row of a tensor of all ranks that exchange."""
+    tensor, of, (rank, ranks) = tensor.detach(), shard_of(parameter), link
+    shape, offset = tuple(tensor.shape), (0,) * tensor.ndim
+    if not of.is_whole:
+        rest = shape[len(of.shape) :]  # of a complex number
+        shape = (*of.shape, *rest)
+        if not of.boxes:
+            return Shard((ranks, *shape), tensor.dtype, (), ())
+        offset = (*of.boxes[0].offset, *(0 for _ in rest))
+    row = tensor.unsqueeze(0)
+    return Shard((ranks, *shape), tensor.dtype, (Box((rank, *offset), tuple(row.shape)),), (row,))
 
 
 def _read(value: StoredName | Tensor) -> Tensor:
     return value.read() if isinstance(value, StoredName) else value.clone()
 
 
-def _read_row(value: StoredName | Tensor, row: int) -> Tensor:
-    if isinstance(value, Tensor):
-        return value[row].clone()
-    box = Box((row, *(0 for _ in value.shape[1:])), (1, *value.shape[1:]))
-    return torch.squeeze(value.read(box), 0)
+def _read_row(value: StoredName | Tensor, box: Box | None, row: int) -> Tensor:
+    """Read a rank's row, or a box of it."""
+    shape = tuple(value.shape[1:])
+    box = Box.whole(shape) if box is None else box
+    rest = shape[len(box.size) :]
+    of_row = Box((row, *box.offset, *(0 for _ in rest)), (1, *box.size, *rest))
+    read = value[of_row.slices].clone() if isinstance(value, Tensor) else value.read(of_row)
+    return torch.squeeze(read, 0)

@@ -8,12 +8,13 @@ of the next step loses nothing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nnx_core.agree.announced_waits import wait_for_collective
 
@@ -28,12 +29,15 @@ __all__ = [
     "TopK",
     "Wire",
     "add_over_ranks",
+    "largest",
     "make_wire",
     "swap",
 ]
 
 BLOCK = 512
 """Elements that share one scale in `Int8`."""
+MESSAGE = 512 * 1024
+"""The bytes of the longest message to one rank over gloo."""
 _DOING = "the exchange of a slow link's algorithm"
 
 
@@ -57,7 +61,10 @@ class Wire(ABC):
 
     Attributes:
         state: Tensors that are equal on all ranks and that a checkpoint stores, by name.
+        group: The ranks that average their values; None for all.
     """
+
+    group: dist.ProcessGroup | None = None
 
     def __init__(self) -> None:
         self.state: dict[str, Tensor] = {}
@@ -94,6 +101,11 @@ class Codec(ABC):
     @abstractmethod
     def padded(self, count: int) -> int:
         """Return the length of a row of at least so many numbers that the codec can encode."""
+
+    def rows(self, values: Tensor, count: int) -> Tensor:
+        """Return flat values as so many rows, with zeros at the end of the last one."""
+        length = self.padded(-(-values.numel() // count))
+        return pad(values, (0, count * length - values.numel())).view(count, length)
 
     @abstractmethod
     def encode(self, rows: Tensor) -> Tensor:
@@ -177,18 +189,16 @@ class Recoded(Lossy):
 
     def mean(self, values: Tensor, shapes: Sequence[torch.Size]) -> Sent:
         """Average the values of all ranks. Collective."""
-        ranks, rank, dtype = dist.get_world_size(), dist.get_rank(), values.dtype
-        count = self.codec.padded(-(-values.numel() // ranks))
-        rows = values.new_zeros(ranks, count)
-        rows.view(-1)[: values.numel()] = values
+        ranks, rank, dtype = dist.get_world_size(self.group), dist.get_rank(self.group), values.dtype
+        rows = self.codec.rows(values, ranks)
+        count = rows.shape[1]
         coded = self.codec.encode(rows)
         error = rows - self.codec.decode(coded, count, dtype)
-        received = torch.empty_like(coded)
-        _wait(dist.all_to_all_single(received, coded, async_op=True))
+        received = _send_rows(coded, self.group)
         chunk = self.codec.decode(received, count, dtype).sum(0, keepdim=True) / ranks
         own = self.codec.encode(chunk)
         error[rank] += (chunk - self.codec.decode(own, count, dtype))[0] * ranks
-        _wait(dist.all_gather(list(coded.unsqueeze(1).unbind()), own, async_op=True))
+        _gather_rows(coded, own[0], self.group)
         mean = self.codec.decode(coded, count, dtype)
         payload = self.payload(values.numel(), ranks=ranks, itemsize=values.element_size())
         return Sent(mean.view(-1)[: values.numel()], error.view(-1)[: values.numel()], payload)
@@ -211,13 +221,13 @@ class TopK(Lossy):
 
     def mean(self, values: Tensor, shapes: Sequence[torch.Size]) -> Sent:
         """Average the largest values of each rank. Collective."""
-        ranks = dist.get_world_size()
-        where = values.abs().topk(self._kept(values.numel()), sorted=False).indices
+        ranks = dist.get_world_size(self.group)
+        where = largest(values.abs(), self._kept(values.numel()))
         chosen = values[where]
         positions = where.new_empty(ranks, where.numel(), dtype=torch.int32)
         numbers = chosen.new_empty(ranks, where.numel())
-        _wait(dist.all_gather(list(positions.unbind()), where.to(torch.int32), async_op=True))
-        _wait(dist.all_gather(list(numbers.unbind()), chosen, async_op=True))
+        _gather_rows(positions, where.to(torch.int32), self.group)
+        _gather_rows(numbers, chosen, self.group)
         mean = torch.zeros_like(values).index_add_(0, positions.flatten().long(), numbers.flatten()) / ranks
         error = values.index_fill(0, where, 0.0)
         payload = self.payload(values.numel(), ranks=ranks, itemsize=values.element_size())
@@ -240,29 +250,78 @@ _WIRES: dict[str, Callable[[float], Wire]] = {
 }
 
 
-def make_wire(codec: str, density: float) -> Wire:
+def make_wire(codec: str, density: float, *, group: dist.ProcessGroup | None = None) -> Wire:
     """Return the wire of an option's value.
 
     Args:
         codec: A name of `nnx_comm.options.Codec`.
         density: The share of the values that ``"topk"`` sends.
+        group: The ranks that average their values; None for all.
     """
-    return _WIRES[codec](density)
+    wire = _WIRES[codec](density)
+    wire.group = group
+    return wire
 
 
-def add_over_ranks(values: Tensor) -> None:
-    """Replace values by their sum over the ranks. Collective."""
-    _wait(dist.all_reduce(values, async_op=True))
+def add_over_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Replace values by their sum over the ranks of a group. Collective."""
+    _wait(dist.all_reduce(values, group=group, async_op=True))
 
 
 def swap(message: Tensor, peers: Iterable[int]) -> dict[int, Tensor]:
-    """Send a message of bytes to other ranks, and return theirs. Collective for these ranks."""
+    """Send a row of bytes to other ranks, and return theirs. Collective for these ranks."""
     received = {peer: torch.empty_like(message) for peer in peers}
-    sends = [dist.P2POp(dist.isend, message, peer) for peer in received]
-    receives = [dist.P2POp(dist.irecv, theirs, peer) for peer, theirs in received.items()]
-    for work in dist.batch_isend_irecv([*sends, *receives]):
-        _wait(work)
+    for at in _slices(message):
+        sends = [dist.P2POp(dist.isend, message[..., at], peer) for peer in received]
+        receives = [dist.P2POp(dist.irecv, theirs[..., at], peer) for peer, theirs in received.items()]
+        for work in dist.batch_isend_irecv([*sends, *receives]):
+            _wait(work)
     return received
+
+
+def _send_rows(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the rows that all ranks have for this rank; each rank gets the row of its number. Collective."""
+    received = torch.empty_like(rows)
+    for at in _slices(rows):
+        mine = rows[:, at].contiguous()
+        theirs = torch.empty_like(mine)
+        _wait(dist.all_to_all_single(theirs, mine, group=group, async_op=True))
+        received[:, at] = theirs
+    return received
+
+
+def _gather_rows(rows: Tensor, mine: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Fill each row with that of the rank of its number. Collective."""
+    for at in _slices(mine):
+        _wait(dist.all_gather([row[at] for row in rows.unbind()], mine[at], group=group, async_op=True))
+
+
+def _slices(values: Tensor) -> Iterator[slice]:
+    """Yield the slices of the last dim that travel one after the other."""
+    count = values.shape[-1]
+    # Gloo writes a message at once. A long one overruns the queue of a slow link, and TCP waits to send the
+    # lost packets again: 2.1 MB took twice as long at 100 Mbit/s. NCCL divides messages itself.
+    step = MESSAGE // values.element_size() if values.device.type == "cpu" else max(count, 1)
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Return the positions of the largest values, in any order.
+
+    A sample shows which values may be among them, so that few have to be compared with each other.
+
+    Args:
+        values: Numbers that are not negative, 1-d.
+        count: How many to return.
+    """
+    sample = values[::64]
+    enough = 2 * count // 64 + 16
+    if enough < len(sample) // 2:
+        may_be = torch.nonzero(values >= sample.topk(enough).values[-1]).flatten()
+        if len(may_be) >= count:
+            return may_be[values[may_be].topk(count, sorted=False).indices]
+    return values.topk(count, sorted=False).indices
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 import nnx
+from nnx_base.shard import shard_of
 from nnx_comm import QAdam
 from nnx_comm.algorithm import Averaging
 from nnx_comm.averaging import AsyncAverage
@@ -117,11 +118,20 @@ class Watch(Callback):
 
 
 def own_of(trainer: Any, module: Any, key: str) -> dict[str, Tensor]:
-    """Return a copy of a tensor of the algorithm's own state on this rank, by parameter."""
+    """Return a copy of a tensor of the algorithm's own state on this rank, by parameter.
+
+    That of a sharded parameter has zeros for the elements of other ranks.
+    """
     algorithm = getattr(getattr(trainer.strategy, "backend", None), "algorithm", None)
     names = {parameter: name for name, parameter in module.named_parameters()}
-    own = {} if algorithm is None else algorithm.own
-    return {names[p]: tensors[key].clone() for p, tensors in own.items() if key in tensors}
+    found = {}
+    for parameter, tensors in ({} if algorithm is None else algorithm.own).items():
+        if key in tensors:
+            shard = shard_of(parameter)
+            found[names[parameter]] = tensors[key].new_zeros(shard.shape)
+            for box in shard.boxes:
+                found[names[parameter]][box.slices] = tensors[key]
+    return found
 
 
 def train(run: Run) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def rows(output):
 def test_list_shows_what_is_installed_and_nothing_else(acme, nnx_command):
     code, output, error = nnx_command("list")
     assert (code, error) == (0, "")
-    assert output.splitlines()[:2] == ["acme 3.1", "  acme_full            does everything [really]"]
+    assert output.splitlines()[:2] == ["acme 3.1", f"  {'acme_full':<24}does everything [really]"]
     assert "fairscale_fsdp" not in rows(output)
 
 

@@ -47,12 +47,12 @@ class FSDPBackend(PartsBackend[FSDPOptions]):
         self._summaries: dict[nn.Module, str] = {}
 
     def setup(self, context: ParallelContext) -> None:
-        """Make the mesh: one dim, or (replicate, shard) for hybrid sharding."""
+        """Make the mesh, and what shards over it."""
         super().setup(context)
         if self._sharding is not None:  # a Trainer keeps it from one stage to the next
             return
         self._sharding = Sharding(
-            self._make_mesh(context),
+            self.make_mesh(context),
             context.device,
             mixed_precision=self._mixed_precision(),
             offload=self._offload_policy(),
@@ -63,7 +63,8 @@ class FSDPBackend(PartsBackend[FSDPOptions]):
             has_by_choice=self.options.auto_wrap,
         )
 
-    def _make_mesh(self, context: ParallelContext) -> DeviceMesh:
+    def make_mesh(self, context: ParallelContext) -> DeviceMesh:
+        """Return the mesh: one dim, or (replicate, shard) for hybrid sharding. Collective."""
         replicas = self.options.replicate_size
         if replicas is None and self.options.hybrid:
             replicas = context.num_nodes

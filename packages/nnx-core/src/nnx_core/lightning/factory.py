@@ -18,14 +18,13 @@ from nnx_core.names.discovery import inventory
 from nnx_core.names.registry import StrategyRegistry
 
 KnownName = Literal[
-    "bagua", "bagua_async", "bagua_bytegrad", "bagua_decentralized",
-    "bagua_low_precision_decentralized", "bagua_qadam", "colossalai", "colossalai_auto", "colossalai_cpu",
-    "colossalai_cuda", "diloco", "diloco_streaming", "fairscale_fsdp", "fairscale_oss",
-    "fairscale_sharded", "fsdp_auto", "fsdp_hybrid", "fsdp_manual", "fsdp_offload", "hivemind", "localsgd",
-    "nnscaler",
-    "nnscaler_deduped", "nnscaler_dp", "nnscaler_hybrid", "nnscaler_pp", "nnscaler_tp", "nnscaler_zero",
-    "nnx_deepspeed_1", "nnx_deepspeed_2", "nnx_deepspeed_3", "nnx_deepspeed_3_cpu", "powersgd", "torchft_ddp",
-    "torchft_hsdp",
+    "bagua", "bagua_async", "bagua_bytegrad", "bagua_decentralized", "bagua_low_precision_decentralized",
+    "bagua_qadam", "colossalai", "colossalai_auto", "colossalai_cpu", "colossalai_cuda", "diloco",
+    "diloco_streaming", "fairscale_fsdp", "fairscale_oss", "fairscale_sharded", "fsdp_auto",
+    "fsdp_hybrid", "fsdp_hybrid_compressed", "fsdp_manual", "fsdp_offload", "hivemind", "localsgd",
+    "nnscaler", "nnscaler_deduped", "nnscaler_dp", "nnscaler_hybrid", "nnscaler_pp", "nnscaler_tp",
+    "nnscaler_zero", "nnx_deepspeed_1", "nnx_deepspeed_2", "nnx_deepspeed_3", "nnx_deepspeed_3_cpu",
+    "powersgd", "torchft_ddp", "torchft_hsdp",
 ]  # fmt: skip
 """The names of nnx's own packages, for completion in editors; all other names of plugins work, too."""
 
