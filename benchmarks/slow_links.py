@@ -39,7 +39,7 @@ from nnx_comm import QAdam
 from nnx_conformance.pool import WorkerPool
 
 BATCH, LENGTH, RANKS, INTERVAL = 16, 64, 2, 20
-BARS = {"bagua bf16": 0.5, "bagua_bytegrad": 0.5, "diloco": 6.0}
+BARS = {"bagua bf16": 0.5, "bagua_bytegrad": 0.5, "powersgd rank 48": 0.5, "diloco": 6.0}
 """The largest excess over ddp's loss in percent."""
 COST = 1.03
 """The largest processor time of `bagua`, as a multiple of that of `ddp`."""
@@ -53,6 +53,10 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "powersgd": ("powersgd", {}),
     "powersgd rank 16": ("powersgd", {"matrix_approximation_rank": 16}),
     "powersgd rank 32": ("powersgd", {"matrix_approximation_rank": 32}),
+    "powersgd rank 48": (
+        "powersgd",
+        {"matrix_approximation_rank": 48, "min_compression_rate": 1.2, "start_powerSGD_iter": 60},
+    ),
     "fsdp_hybrid_compressed": ("fsdp_hybrid_compressed", {"replicate_size": 2}),
     "localsgd": ("localsgd", {"interval": INTERVAL}),
     "bagua_decentralized": ("bagua_decentralized", {}),
