@@ -137,10 +137,10 @@ def test_the_launcher_ends_well_where_the_run_has_ended(tmp_path: Path) -> None:
 
 
 def test_a_lighthouse_that_is_absent_is_named_within_the_timeout(run: Run) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    error = Group(replace(run, lighthouse=address, options={"connect_timeout": 1.0}), "g0").error()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # held, so that no other test's server gets the port
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        error = Group(replace(run, lighthouse=address, options={"connect_timeout": 1.0}), "g0").error()
     assert f"RankLostError: no lighthouse answers at {address} in 1 s" in error
 
 
