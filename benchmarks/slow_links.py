@@ -296,7 +296,7 @@ def main() -> int:
 
 
 def draw_curves(file: Path, steps: int, seeds: int) -> None:
-    """Draw the validation loss of `CURVES` over the steps, and print the last points."""
+    """Draw the validation loss of `CURVES` over the steps, and print it."""
     import matplotlib.pyplot as plt
 
     figure, columns = plt.subplots(1, len(MODELS), figsize=(9, 3.5))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
@@ -78,8 +79,7 @@ class GradientExchange(SlowLink[OptionsT]):
 
     def exchange(self, gradients: Tensors) -> None:
         """Replace gradients by their mean, and count the bytes. Collective."""
-        scaled = self._scaler is not None and self._scaler.is_enabled()
-        self.algorithm.scale = self._scaler.get_scale() if scaled and self._scaler is not None else 1.0
+        self.algorithm.scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         self._overflowed = False
         self.count(self.algorithm.exchange(gradients, step=0))
 
@@ -114,22 +114,23 @@ class GradientBackend(GradientExchange[OptionsT], SlowLinkBackend[OptionsT]):
         for name, parameter in names.items():
             if parameter.grad is not None:
                 refuse_sparse_gradient(parameter.grad, name)
-        own = [parameter.grad is not None for parameter in trained]
-        gradients = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in trained}
+        own = {parameter: parameter.grad for parameter in trained if parameter.grad is not None}
+        used = [parameter in own for parameter in trained]
+        gradients: dict[nn.Parameter, Tensor] = {}
         if isinstance(self.algorithm.wire, Lossy):
-            *used, overflows = used_anywhere([*own, not all_finite(gradients)])
+            *used, overflows = used_anywhere([*used, not all_finite(own)])
             if overflows:
                 self.skip_step(module)
                 return
-            gradients = {p: g for (p, g), is_used in zip(gradients.items(), used, strict=True) if is_used}
+            gradients = _with_zeros(own, compress(trained, used))
             self.exchange(gradients)
         elif trained:
+            gradients = _with_zeros(own, trained)
             # Flags travel with the gradients: a collective of their own takes time of the processor.
-            usage = real_view(gradients[trained[0]]).new_tensor(own)
+            usage = real_view(gradients[trained[0]]).new_tensor(used)
             self.exchange({**gradients, self._usage: usage})
-            if not all(own):
-                used = usage.bool().tolist()
-                gradients = {p: g for (p, g), is_used in zip(gradients.items(), used, strict=True) if is_used}
+            if not all(used):
+                gradients = dict(compress(gradients.items(), usage.bool().tolist()))
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         self._averaged.update((parameter, weakref.ref(gradient)) for parameter, gradient in gradients.items())
@@ -165,6 +166,11 @@ class GradientBackend(GradientExchange[OptionsT], SlowLinkBackend[OptionsT]):
             averaged = self._averaged.get(parameter)
             if parameter.grad is not None and (averaged is None or averaged() is not parameter.grad):
                 refuse_unequal_gradient(parameter.grad, name)
+
+
+def _with_zeros(own: Tensors, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    """Return the gradients of parameters, with zeros for those that this rank has not used."""
+    return {p: own[p] if p in own else torch.zeros_like(p) for p in parameters}
 
 
 class BaguaBackend(GradientBackend[BaguaOptions]):

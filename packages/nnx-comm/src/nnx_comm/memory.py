@@ -39,19 +39,15 @@ class GradientMemory(Replay):
 class HybridMemory(FSDPMemory):
     """A rank of FSDP2 that exchanges its shard of the gradients: the errors, and the codec's rows."""
 
-    @property
-    def _shards(self) -> int:
-        return sum(self.rows(p) for unit in self.units.values() for p in unit if p.trained)
-
     @override
     def begin(self) -> None:
         super().begin()
-        self.memory.add("communication", self._shards)
+        self.memory.add("communication", self.gradients)
 
     @override
     def end_backward(self) -> None:
         super().end_backward()
-        self.memory.add_briefly("communication", 5 * self._shards)
+        self.memory.add_briefly("communication", 5 * self.gradients)
 
 
 class WeightMemory(Replay):

@@ -31,7 +31,7 @@ def _strategy(
     capabilities: Capabilities = _NEAR,
     **init_params: object,
 ) -> StrategySpec:
-    module = "replicas" if capabilities is _REPLICA else "gradients"
+    module = {_REPLICA: "replicas", _HYBRID: "hybrid"}.get(capabilities, "gradients")
     return StrategySpec(
         name=name,
         target=f"nnx_comm.{module}:{engine}Backend",
@@ -75,18 +75,15 @@ _GRADIENTS = (
         "links are slow, and the model has large matrices",
         capabilities=replace(_NEAR, multiple_optimizers=False),
     ),
-)
-_HYBRIDS = (
-    StrategySpec(
-        name="fsdp_hybrid_compressed",
-        target="nnx_comm.hybrid:HybridBackend",
-        options="nnx_comm.options:HybridOptions",
-        description="FSDP2 within a node; gradients averaged over the nodes through a codec",
-        use_when="fsdp_hybrid waits for slow links between the nodes",
-        docs_url="docs/backends/slow-links.md",
-        memory="nnx_comm.memory:HybridMemory",
+    _strategy(
+        "fsdp_hybrid_compressed",
+        "Hybrid",
+        "FSDP2 within a node; gradients averaged over the nodes through a codec",
+        "fsdp_hybrid waits for slow links between the nodes",
+        memory="Hybrid",
         capabilities=_HYBRID,
-        init_params={"hybrid": True, "codec": "bf16"},
+        hybrid=True,
+        codec="bf16",
     ),
 )
 _WEIGHTS = (
@@ -145,4 +142,4 @@ _WEIGHTS = (
 @hookimpl
 def nnx_strategies() -> list[StrategySpec]:
     """Return the strategies."""
-    return [*_GRADIENTS, *_HYBRIDS, *_WEIGHTS]
+    return [*_GRADIENTS, *_WEIGHTS]

@@ -84,10 +84,9 @@ def load_state(
             elif parameter is not None and kind == "shared":
                 algorithm.shared.setdefault(parameter, {})[name] = _read(value).to(parameter.device)
             elif parameter is not None and (of := shard_of(parameter)).boxes:
-                box = None if of.is_whole else of.boxes[0]
                 rank, ranks = link
                 combined = algorithm.combine(
-                    name, partial(_read_row, value, box), saved=value.shape[0], rank=rank, ranks=ranks
+                    name, partial(_read_row, value, of), saved=value.shape[0], rank=rank, ranks=ranks
                 )
                 if combined is not None:
                     algorithm.own.setdefault(parameter, {})[name] = combined.to(parameter.device)
@@ -99,27 +98,28 @@ def _prefix(algorithm: Algorithm) -> str:
 
 def _row(tensor: Tensor, parameter: nn.Parameter, link: tuple[int, int]) -> Shard:
     """Describe a tensor of this rank as its row of a tensor of all ranks that exchange."""
-    tensor, of, (rank, ranks) = tensor.detach(), shard_of(parameter), link
-    shape, offset = tuple(tensor.shape), (0,) * tensor.ndim
+    of, (rank, ranks), shape = shard_of(parameter), link, tuple(tensor.shape)
     if not of.is_whole:
-        rest = shape[len(of.shape) :]  # of a complex number
-        shape = (*of.shape, *rest)
-        if not of.boxes:
-            return Shard((ranks, *shape), tensor.dtype, (), ())
-        offset = (*of.boxes[0].offset, *(0 for _ in rest))
-    row = tensor.unsqueeze(0)
-    return Shard((ranks, *shape), tensor.dtype, (Box((rank, *offset), tuple(row.shape)),), (row,))
+        shape = (*of.shape, *shape[len(of.shape) :])
+    if not of.boxes:
+        return Shard((ranks, *shape), tensor.dtype, (), ())
+    box = _in_row(rank, of, shape)
+    return Shard((ranks, *shape), tensor.dtype, (box,), (tensor.detach().unsqueeze(0),))
 
 
 def _read(value: StoredName | Tensor) -> Tensor:
     return value.read() if isinstance(value, StoredName) else value.clone()
 
 
-def _read_row(value: StoredName | Tensor, box: Box | None, row: int) -> Tensor:
-    """Read a rank's row, or a box of it."""
-    shape = tuple(value.shape[1:])
-    box = Box.whole(shape) if box is None else box
-    rest = shape[len(box.size) :]
-    of_row = Box((row, *box.offset, *(0 for _ in rest)), (1, *box.size, *rest))
-    read = value[of_row.slices].clone() if isinstance(value, Tensor) else value.read(of_row)
+def _read_row(value: StoredName | Tensor, of: Shard, row: int) -> Tensor:
+    """Read the elements of a parameter's shard from a rank's row."""
+    box = _in_row(row, of, tuple(value.shape[1:]))
+    read = value[box.slices].clone() if isinstance(value, Tensor) else value.read(box)
     return torch.squeeze(read, 0)
+
+
+def _in_row(row: int, of: Shard, shape: tuple[int, ...]) -> Box:
+    """Return the box of a parameter's shard in a row; the shape of a complete one may be another."""
+    box = Box.whole(shape) if of.is_whole else of.boxes[0]
+    rest = shape[len(box.size) :]  # of complex numbers as pairs
+    return Box((row, *box.offset, *(0 for _ in rest)), (1, *box.size, *rest))
