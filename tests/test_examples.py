@@ -99,6 +99,7 @@ def test_pitch_resumes_on_three_ranks_under_another_strategy(pool: WorkerPool, t
     assert sorted(resumed) == [3, 4]
 
 
+@pytest.mark.full
 def test_two_strategies_give_the_curves_of_one_training(
     pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

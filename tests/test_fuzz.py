@@ -13,7 +13,7 @@ from fuzz.samples import FORMATS
 CASES = {"nnx": 60}
 
 
-@pytest.mark.quick(every=5)
+@pytest.mark.quick(every=10)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_changed_checkpoint_is_refused_or_read_as_its_files_say(format: str) -> None:
     if format == "fairscale":

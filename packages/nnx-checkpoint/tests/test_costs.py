@@ -130,6 +130,7 @@ def test_ordinary_keys_are_read(tmp_path: Path) -> None:
     assert decode(encoded, tensor=str, opaque=str) == tree
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("kind", ["dict", "set"])
 def test_a_key_that_is_nested_without_end_does_not_end_the_process(tmp_path: Path, kind: str) -> None:
     deep = b")" + b"\x85" * 300_000

@@ -283,6 +283,7 @@ def test_two_processes_save_to_s3_and_any_number_load(pool: WorkerPool, s3: dict
         assert found == [[]] * size
 
 
+@pytest.mark.full
 def test_a_large_file_goes_to_s3_in_parts(s3: dict[str, str]) -> None:
     url = "s3://bucket/large.ckpt"
     tensor = torch.randn(11 << 20)  # 44 MiB: three parts

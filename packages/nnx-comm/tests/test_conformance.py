@@ -31,7 +31,7 @@ LONGER = tuple(
             "overflow_on_one_rank",
             "manual_clipping",
         ),
-        *("loss_falls_as_in_one_process", "parameters_used_sometimes", "head_per_task"),
+        *("loss_falls_as_in_one_process", "parameters_used_sometimes"),
     ),
 )
 class TestBagua(StrategyConformance):

@@ -43,7 +43,7 @@ def run_of(strategy: str, devices: int, **more: Any) -> Run:
     return Run(strategy=strategy, devices=devices, steps=STEPS, groups=2, **SIBLINGS[strategy], **more)
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize(("source", "target"), [*RING, *(turn[::-1] for turn in RING)])
 def test_siblings_resume_exactly_what_the_next_one_saved(
     pool: WorkerPool, saved: Saves, source: str, target: str

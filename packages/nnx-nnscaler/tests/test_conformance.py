@@ -15,7 +15,7 @@ from nnx_conformance import StrategyConformance
 @pytest.mark.quick(
     checks=(
         *("sgd_momentum", "closure_called_twice", "manual_accumulation", "several_optimizers"),
-        *("losses_float32", "clip_by_norm", "scheduler_by_group", "precision_32_true", "precision_16_mixed"),
+        *("losses_float32", "clip_by_norm", "scheduler_by_group", "precision_16_mixed"),
         "batch_size_changes",
         *("empty_parameters", "large_layers", "frozen_parameters", "layers_called_twice", "attention_layers"),
         *("nested_batches", "buffers_keep_updates", "synchronized_batch_norm"),

@@ -31,6 +31,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     lighthouse.shutdown()
 
 
+@pytest.mark.full
 def test_a_group_of_two_that_lost_a_rank_heals_by_shards(run: Run) -> None:
     run = replace(run, epochs=25, pause=0.05, validate_every=4)
     first, second = Group(run, "g0"), Group(run, "g1")

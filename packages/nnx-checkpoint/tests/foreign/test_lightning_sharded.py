@@ -94,6 +94,7 @@ def test_optimizers_of_named_parameters_resume(pool: WorkerPool, tmp_path: Path)
 # --- Fabric -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_fabrics_directories_resume_under_our_strategies_and_back(pool: WorkerPool, tmp_path: Path) -> None:
     theirs, ours, again = (str(tmp_path / name) for name in ("theirs", "ours", "again"))
     saved = pool.run(fabric_run, "model_parallel", 2, range(3), theirs, None)[0]

@@ -422,7 +422,7 @@ PRELOAD = ("torch.distributed", "lightning.pytorch")
 """Modules that all jobs on strategies import."""
 TEMPLATES = 2
 GRACE = 10.0
-"""Seconds for the other ranks to notice the failure of one rank."""
+"""Seconds for the other ranks to notice the failure of one rank; see `WorkerPool.run`."""
 
 
 class JobError(RuntimeError):
@@ -482,6 +482,7 @@ class WorkerPool:
         env: Mapping[str, str] | None = None,
         init: Literal["gloo", "cuda:gloo"] | None = None,
         end_after: float = math.inf,
+        grace: float = GRACE,
     ) -> list[Any]:
         """Call a function once per rank and collect the results.
 
@@ -501,6 +502,7 @@ class WorkerPool:
             end_after: Seconds from an answer until the pool kills the workers that answered, while others
                 have not. This simulates the end of a script's process, which lets the collectives of the
                 others fail.
+            grace: Seconds from the failure of one rank until the others count as hung.
 
         Returns:
             The results in rank order.
@@ -519,7 +521,7 @@ class WorkerPool:
         for rank, worker in enumerate(workers):
             environment = _environment(rank, world_size, nodes, port) | dict(env or {})
             worker.submit(_job(fn, args, environment, init, timeout))
-        replies, failures = _collect(workers, timeout, end_after)
+        replies, failures = _collect(workers, timeout, end_after, grace)
         self.output = [worker.output() for worker in workers]
         self._drop_the_lost()
         if failures:
@@ -657,7 +659,7 @@ def _inherited() -> dict[str, str]:
 
 
 def _collect(
-    workers: Sequence[_Worker], timeout: float, end_after: float
+    workers: Sequence[_Worker], timeout: float, end_after: float, grace: float
 ) -> tuple[list[Any], dict[int, str]]:
     """Wait for every rank's answer, less long after a failure; end finished workers after `end_after`."""
     ranks = {worker.connection: rank for rank, worker in enumerate(workers)}
@@ -683,12 +685,12 @@ def _collect(
             failure, replies[rank] = _receive(workers[rank])
             if failure:
                 failures[rank] = failure
-                deadline = min(deadline, time.monotonic() + GRACE)
+                deadline = min(deadline, time.monotonic() + grace)
     hung = [ranks[connection] for connection in waiting]
     for rank in hung:
         workers[rank].healthy = False
         workers[rank].dump_stacks()
-        failures[rank] = f"no answer in time ({timeout:g} s, or {GRACE:g} s after another rank's failure)"
+        failures[rank] = f"no answer in time ({timeout:g} s, or {grace:g} s after another rank's failure)"
     if hung:
         _wait_for_stacks([workers[rank] for rank in hung])
     return replies, failures

@@ -203,6 +203,7 @@ def test_a_resumed_average_goes_on_as_if_uninterrupted(
         assert_same(report, whole, since=HALF)
 
 
+@pytest.mark.full
 def test_an_average_moves_from_two_ranks_to_one_and_back(
     pool: WorkerPool, whole: dict[str, Any], saved: dict[str, str], tmp_path: Path
 ) -> None:

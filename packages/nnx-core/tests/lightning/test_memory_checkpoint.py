@@ -49,7 +49,7 @@ RUN = RUNS["fsdp_auto"]
 def run(pool: WorkerPool, what: Run, folder: Path, **more: Any) -> list[Report]:
     """Train in real processes, under one name of the run for each folder."""
     env = {"NNX_RUN_ID": folder.name}
-    return pool.run(call, what, str(folder), more, world_size=what.devices, env=env, end_after=1.0)
+    return pool.run(call, what, str(folder), more, world_size=what.devices, env=env, end_after=1.0, grace=2.0)
 
 
 def kill(pool: WorkerPool, what: Run, folder: Path, rank: int, step: int, **more: Any) -> None:
@@ -58,7 +58,7 @@ def kill(pool: WorkerPool, what: Run, folder: Path, rank: int, step: int, **more
         run(pool, what, folder, kill=(rank, step), **more)
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.quick(every=8, first=4)
 @pytest.mark.parametrize("what", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_killed_run_goes_on_from_the_copies_bit_by_bit(
@@ -134,6 +134,7 @@ def test_if_both_holders_are_gone_the_disk_is_taken_and_the_log_names_them(
     assert f"memory: Resuming after step 4 from disk (no usable copies in memory): {disk}" in report.log
 
 
+@pytest.mark.full
 def test_a_state_that_is_damaged_on_both_holders_is_refused_and_the_disk_is_taken(
     pool: WorkerPool, tmp_path: Path, killed: Run
 ) -> None:
@@ -153,6 +154,7 @@ def test_a_state_that_is_damaged_on_one_holder_is_taken_from_the_other(
         assert (report.start, report.before) == (6, recorded(tmp_path, rank, 6))
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", ["index.json", "objects.json", "manifest.json"])
 def test_damage_of_a_common_file_on_every_host_is_refused(
     pool: WorkerPool, tmp_path: Path, killed: Run, name: str
@@ -173,6 +175,7 @@ def test_a_newer_checkpoint_on_disk_wins(pool: WorkerPool, tmp_path: Path) -> No
     assert f"memory: {disk}" in report.log
 
 
+@pytest.mark.full
 def test_without_copies_and_checkpoint_the_run_begins(pool: WorkerPool, tmp_path: Path) -> None:
     kill(pool, RUN, tmp_path, 1, 2)
     assert run(pool, RUN, tmp_path)[0].start == 0
@@ -204,6 +207,7 @@ def test_a_memory_that_is_too_small_is_refused_before_anything_is_written(
     assert "--shm-size" in message
 
 
+@pytest.mark.full
 def test_a_memory_that_fills_up_later_costs_a_warning_and_the_last_copy_stays(
     pool: WorkerPool, tmp_path: Path, small: Path
 ) -> None:

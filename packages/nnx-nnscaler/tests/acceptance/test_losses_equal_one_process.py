@@ -95,7 +95,7 @@ def test_units_of_two_are_replicated_over_four(
     check(pool, references, "plain_gpt", policy, 4, **options)
 
 
-@pytest.mark.quick(every=8)
+@pytest.mark.quick(every=16)
 @pytest.mark.parametrize("model", MODELS)
 def test_dp_is_bit_equal_to_ddp(pool: WorkerPool, references: References, model: str) -> None:
     case = Case(model, "nnscaler_dp", devices=2)

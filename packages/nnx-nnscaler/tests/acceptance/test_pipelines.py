@@ -64,7 +64,7 @@ def of_one_process(pool: WorkerPool) -> Any:
     return losses
 
 
-@pytest.mark.quick(every=260)
+@pytest.mark.quick(every=520, first=260)
 @pytest.mark.parametrize("model", (*LOSS_IN_FORWARD, *LOSS_IN_STEP))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("schedule", SCHEDULES)

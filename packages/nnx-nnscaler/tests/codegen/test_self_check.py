@@ -88,6 +88,7 @@ def on_meta():
     return GPT(layers=1).to("meta")  # as on a device other than the CPU
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("build", "call", "reason"),
     [

@@ -44,6 +44,7 @@ def test_what_zero_holds_whole_one_rank_may_read_alone(pool: WorkerPool) -> None
 TWO_UNITS: dict[str, Any] = {"plan_ngpus": 2}
 
 
+@pytest.mark.full
 def test_a_unit_may_read_what_the_other_does_not(pool: WorkerPool) -> None:
     reading = Reading([0, 1], "weight", "before the forward")
     alone = pool.run(read, "auto", {}, reading, world_size=1)[0]
