@@ -56,7 +56,7 @@ def test_every_mix_trains_to_the_same_bits(
             assert_same(left["plain"], reference["masters"], mix)
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.quick(every=9)
 @pytest.mark.parametrize("how", jobs.HOWS)
 def test_gradients_are_those_of_fsdp2_however_they_come_about(pool: WorkerPool, how: str) -> None:
     found = dict(of_every_mix(pool, jobs.gradients_of, how, torch.bfloat16))

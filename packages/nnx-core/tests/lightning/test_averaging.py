@@ -242,6 +242,7 @@ def test_no_weights_are_gathered_to_be_saved_or_read_as_a_whole(
             assert [name for name in read if name.startswith("model.")] == []
 
 
+@pytest.mark.full
 def test_what_is_loaded_elsewhere_is_the_average(
     pool: WorkerPool, saved: dict[str, str], tmp_path: Path
 ) -> None:

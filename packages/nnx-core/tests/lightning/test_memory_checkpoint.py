@@ -154,7 +154,7 @@ def test_a_state_that_is_damaged_on_one_holder_is_taken_from_the_other(
         assert (report.start, report.before) == (6, recorded(tmp_path, rank, 6))
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["index.json", "objects.json", "manifest.json"])
 def test_damage_of_a_common_file_on_every_host_is_refused(
     pool: WorkerPool, tmp_path: Path, killed: Run, name: str

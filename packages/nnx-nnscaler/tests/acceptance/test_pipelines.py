@@ -153,6 +153,7 @@ def test_parameters_gradients_and_optimizer_state_take_the_bytes_that_were_predi
         assert counted == predicted > 0
 
 
+@pytest.mark.full
 def test_last_batches_and_other_sizes_train_as_in_one_process(pool: WorkerPool, tmp_path: Path) -> None:
     expected = pool.run(unequal_batches, "", "", world_size=1)[0]
     for schedule in ("gpipe", "1f1b", "dualpipev"):
