@@ -14,6 +14,8 @@ from test_elastic import address_of, new_lighthouse
 
 from jobs.elastic import Group, Run, assert_each_sample_once, assert_equal, undisturbed
 
+pytestmark = pytest.mark.full  # each starts groups of processes several times
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
@@ -31,7 +33,6 @@ def run(tmp_path: Path) -> Iterator[Run]:
     lighthouse.shutdown()
 
 
-@pytest.mark.full
 def test_a_group_of_two_that_lost_a_rank_heals_by_shards(run: Run) -> None:
     run = replace(run, epochs=25, pause=0.05, validate_every=4)
     first, second = Group(run, "g0"), Group(run, "g1")
@@ -47,7 +48,6 @@ def test_a_group_of_two_that_lost_a_rank_heals_by_shards(run: Run) -> None:
     assert "elastic: healed at step" in third.log
 
 
-@pytest.mark.full
 def test_gradients_that_are_not_finite_in_one_shard_let_no_rank_step(run: Run) -> None:
     run = replace(run, options={**run.options, "min_groups": 2}, poison=("g1", 7))
     first, second = Group(run, "g0"), Group(run, "g1")
@@ -57,7 +57,6 @@ def test_gradients_that_are_not_finite_in_one_shard_let_no_rank_step(run: Run) -
     assert all(ours[name].equal(theirs[name]) and ours[name].isfinite().all() for name in ours)
 
 
-@pytest.mark.full
 def test_groups_that_begin_with_other_weights_or_another_size_are_refused(run: Run) -> None:
     run = replace(run, options={**run.options, "min_groups": 2})
     first, second = Group(run, "g0"), Group(replace(run, draws=1), "g1")
@@ -67,7 +66,6 @@ def test_groups_that_begin_with_other_weights_or_another_size_are_refused(run: R
     first.kill()
 
 
-@pytest.mark.full
 def test_a_group_of_two_resumes_from_disk_and_one_process_resumes_its_checkpoint(run: Run) -> None:
     run = replace(run, epochs=4, pause=0.1, save_every=4, resume="last")
     only = Group(run, "g0").wait_for(lambda group: group.commits > 12)
