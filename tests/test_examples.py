@@ -35,6 +35,7 @@ def test_an_example_is_one_script_that_one_reads_at_a_sitting(script: str) -> No
 
 
 @needs("sklearn")
+@pytest.mark.full
 def test_the_digits_resume_elsewhere_with_the_metrics_of_the_undisturbed_run(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
@@ -79,6 +80,7 @@ def test_the_speech_network_is_silero_s_own(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(detector(sound).sigmoid(), torch.cat(chunks, dim=1), rtol=0, atol=1e-6)
 
 
+@pytest.mark.full
 @needs("silero_vad")
 def test_speech_comes_in_as_safetensors_and_goes_out_with_the_same_outputs(
     pool: WorkerPool, tmp_path: Path

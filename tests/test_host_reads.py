@@ -37,7 +37,7 @@ STRATEGIES = [  # every fourth is tried by default
 ]
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.quick(every=18)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_reads_no_more_from_the_card_than_is_written_here(pool: WorkerPool, strategy: str) -> None:
     engine = next(engine for engine in OF_ENGINE if strategy.startswith(engine))

@@ -57,7 +57,7 @@ def check(runs: Runs, saved_by: str, source: str, resumed_by: str, target: str, 
         assert seen.losses == pytest.approx(runs.plain[STEPS:], abs=1e-6)
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.quick(every=18)
 @pytest.mark.parametrize(("source", "target"), OTHERS)
 def test_lite_resumes_lite_under_another_strategy_and_world_size(
     runs: Runs, source: str, target: str

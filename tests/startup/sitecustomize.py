@@ -7,8 +7,8 @@ A further two fifths go to optional imports of torchmetrics: transformers for me
 scipy for those of sounds, matplotlib for pictures. No test uses these metrics, so torchmetrics is told that
 they are not installed. Code that imports one of them directly still finds it.
 
-For every Trainer, Lightning also reads the entry points of each installed package, some two hundred files.
-They are cached as long as the folder of a package's metadata is the same.
+For every Trainer, Lightning also reads the entry points of all installed packages, some two hundred files.
+They are cached as long as the folders with packages are the same.
 """
 
 import gc
@@ -46,24 +46,27 @@ def _hide_the_unused():
 
 
 def _keep_entry_points():
-    """Cache the contents of ``entry_points.txt`` files, by folder and modification time."""
+    """Cache the entry points of Lightning's groups while the folders of `sys.path` stay the same."""
     from importlib import metadata
+    from pathlib import Path
 
-    read, kept = metadata.PathDistribution.read_text, {}
+    read, kept = metadata.entry_points, {}
 
-    def read_text(self, filename):
-        if filename != "entry_points.txt":
-            return read(self, filename)
+    def changed(folder):
         try:
-            changed = self._path.stat().st_mtime_ns
-        except (OSError, AttributeError):  # in an archive
-            return read(self, filename)
-        key = (str(self._path), changed)
+            return Path(folder).stat().st_mtime_ns
+        except OSError:
+            return None
+
+    def entry_points(**wanted):
+        if not wanted.get("group", "").startswith("lightning."):
+            return read(**wanted)
+        key = (*wanted.items(), *((folder, changed(folder)) for folder in sys.path))
         if key not in kept:
-            kept[key] = read(self, filename)
+            kept[key] = read(**wanted)
         return kept[key]
 
-    metadata.PathDistribution.read_text = read_text
+    metadata.entry_points = entry_points
 
 
 gc.set_threshold(20_000, 20, 20)

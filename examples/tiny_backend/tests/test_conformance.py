@@ -49,7 +49,7 @@ from nnx_conformance import StrategyConformance
         ),
         "no_leftover_tensors",
     ),
-    groups=("checkpoints",),
+    groups=("checkpoints.resuming", "checkpoints.contents"),
     adapter=True,
 )
 class TestTiny(StrategyConformance):

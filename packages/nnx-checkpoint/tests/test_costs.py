@@ -130,7 +130,7 @@ def test_ordinary_keys_are_read(tmp_path: Path) -> None:
     assert decode(encoded, tensor=str, opaque=str) == tree
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["dict", "set"])
 def test_a_key_that_is_nested_without_end_does_not_end_the_process(tmp_path: Path, kind: str) -> None:
     deep = b")" + b"\x85" * 300_000
@@ -161,6 +161,7 @@ def strips(count: int) -> tuple[Box, ...]:
     return tuple(Box((row, 0), (1, 4)) for row in range(count))
 
 
+@pytest.mark.full
 def test_a_tensor_in_many_boxes_costs_as_much_as_many_tensors(tmp_path: Path) -> None:
     count = 8000
     tensor, boxes = torch.randn(count, 4), sorted(strips(count), key=lambda box: box.offset[0] % 2)

@@ -122,6 +122,7 @@ def test_a_lock_left_by_another_host_or_from_the_future_locks_nothing(memory: Pa
     assert not (path / LOCK).exists()
 
 
+@pytest.mark.full
 def test_a_reader_whose_save_is_replaced_at_any_operation_reads_the_new_one(memory: Path) -> None:
     path = memory / "a"
     save(path, 1)
@@ -145,6 +146,7 @@ def test_a_reader_whose_save_is_replaced_at_any_operation_reads_the_new_one(memo
         version = version_at(path)
 
 
+@pytest.mark.full
 def test_a_signal_that_saves_in_the_middle_of_a_save_harms_neither(memory: Path) -> None:
     path, other = memory / "a", memory / "hpc_ckpt_1.ckpt"
     save(path, 1)

@@ -205,7 +205,7 @@ def test_objects_that_were_pickled_are_bounded_too(tmp_path: Path) -> None:
         _ = nnx_checkpoint.open_checkpoint(path).objects
 
 
-@pytest.mark.quick(every=5)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("made", "zipped"), [(b"]", True), (b"N", True), (b"(", False), (b"]\x85", True), (b"}", False)]
 )
@@ -258,6 +258,7 @@ def test_negative_strides_are_refused(tmp_path: Path) -> None:
         nnx_checkpoint.open_checkpoint(tmp_path / "turned.ckpt").read("model.w")
 
 
+@pytest.mark.full
 def test_a_large_pickle_of_plain_data_is_not_refused(tmp_path: Path) -> None:
     history = [{"step": step, "loss": [step / 2, f"step {step}"]} for step in range(20_000)]
     torch.save({"state_dict": {"w": torch.ones(2)}, "history": history}, tmp_path / "large.ckpt")
@@ -274,6 +275,7 @@ def test_a_tensor_of_terabytes_in_a_kilobyte_is_refused_and_a_small_expanded_one
     assert nnx_checkpoint.open_checkpoint(tmp_path / "small.ckpt").read("model.w").sum() == 1000
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("record", ["byteorder", "data.pkl", "data/0"])
 @pytest.mark.parametrize("kind", ["lightning", "nnscaler"])
 def test_zip_bombs_are_refused_before_they_are_inflated(tmp_path: Path, record: str, kind: str) -> None:

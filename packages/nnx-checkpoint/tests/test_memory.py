@@ -57,6 +57,7 @@ def hold(folder: Path, seconds: float) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.full
 def test_two_runs_with_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "_PATIENCE", 0.2)
     process = hold(tmp_path, 60)
@@ -69,6 +70,7 @@ def test_two_runs_with_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.
     HostMemory(str(tmp_path), "run", 1).lock(alone=True)
 
 
+@pytest.mark.full
 def test_the_lock_of_a_killed_process_is_waited_for(tmp_path: Path) -> None:
     process = hold(tmp_path, 60)
     process.kill()  # and not waited for: it may still be ending
@@ -76,6 +78,7 @@ def test_the_lock_of_a_killed_process_is_waited_for(tmp_path: Path) -> None:
     process.wait()
 
 
+@pytest.mark.full
 def test_the_last_process_of_a_finished_run_removes_its_memory(tmp_path: Path) -> None:
     process = hold(tmp_path, 60)
     memory = HostMemory(str(tmp_path), "run", 1)
@@ -99,6 +102,7 @@ def test_a_run_that_did_not_finish_keeps_its_memory(tmp_path: Path) -> None:
     assert memory.path.is_dir()
 
 
+@pytest.mark.full
 def test_memory_that_other_runs_left_is_removed_after_an_hour(tmp_path: Path) -> None:
     for name, age in (("old", 7200.0), ("new", 10.0), ("held", 7200.0)):
         other = HostMemory(str(tmp_path), name, 1)

@@ -311,6 +311,7 @@ def test_other_directories_of_one_format_are_checkpoints_of_their_own(tmp_path: 
     assert found == [tmp_path.name, "checkpoint-500"]
 
 
+@pytest.mark.full
 def test_directories_nested_without_end_are_surveyed(tmp_path: Path) -> None:
     limit = sys.getrecursionlimit()
     here, top = Path.cwd(), tmp_path / "top"

@@ -96,6 +96,7 @@ def stored() -> set[str]:
     return {entry["Key"] for entry in listed.get("Contents", ())}
 
 
+@pytest.mark.full
 def test_odd_names_in_a_bucket_lead_nowhere_and_are_left_alone(s3: dict[str, str]) -> None:
     url = "s3://bucket/odd/a.ckpt"
     save(url, 1)
@@ -118,7 +119,7 @@ def test_a_bucket_that_begins_with_odd_names_is_refused(s3: dict[str, str]) -> N
     assert "strange/a.ckpt/x\x1b]0;owned\x07" in stored()
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("how", ["replaced", "emptied", "removed", "saved over"])
 def test_what_is_overwritten_between_two_reads_is_noticed(s3: dict[str, str], how: str) -> None:
     url = f"s3://bucket/{how.replace(' ', '-')}/a.ckpt"
@@ -143,6 +144,7 @@ def test_what_is_overwritten_between_two_reads_is_noticed(s3: dict[str, str], ho
         check(url, 3)
 
 
+@pytest.mark.full
 def test_parts_that_a_killed_upload_left_are_no_part_of_the_checkpoint(s3: dict[str, str]) -> None:
     url = "s3://bucket/parts/a.ckpt"
     save(url, 1)

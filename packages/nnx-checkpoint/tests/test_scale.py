@@ -213,6 +213,7 @@ def test_the_index_says_exactly_what_the_ranks_wrote(world: World, mode: Mode) -
             assert [piece.start for _, piece in pieces] == sorted(piece.start for _, piece in pieces)
 
 
+@pytest.mark.full
 @settings(max_examples=100, deadline=None)
 @given(worlds())
 def test_every_tensor_is_covered_and_deduped_stores_nothing_twice(world: World) -> None:
@@ -312,6 +313,7 @@ def test_a_mesh_of_two_dims_sends_what_is_cut_otherwise_once() -> None:
     assert all(group.grid is not None for group in saved.index.groups)
 
 
+@pytest.mark.full
 def test_the_index_grows_with_tensors_plus_ranks() -> None:
     few, many = (len(save_in_messages(fsdp(size, 40), "deduped").raw) for size in (4, 64))
     assert many - few < 64 * 2 * 60

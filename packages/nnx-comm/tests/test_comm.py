@@ -79,6 +79,7 @@ def test_without_a_codec_every_bit_is_that_of_ddp(pool: WorkerPool) -> None:
         assert_equal(ours["weights"], theirs["weights"])
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_ranks_end_equal_and_a_resumed_run_is_the_uninterrupted_one(
     pool: WorkerPool, name: str, tmp_path: Path
@@ -92,6 +93,7 @@ def test_ranks_end_equal_and_a_resumed_run_is_the_uninterrupted_one(
         assert_equal(ours["weights"], theirs["weights"])
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (2, 3, 4))])
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_other_numbers_of_ranks_resume_and_keep_the_sum_of_the_errors(
@@ -117,6 +119,7 @@ def test_other_numbers_of_ranks_resume_and_keep_the_sum_of_the_errors(
         assert_equal(result["start"], other["start"])
 
 
+@pytest.mark.full
 def test_shards_of_two_nodes_are_averaged_and_their_errors_resume(pool: WorkerPool, tmp_path: Path) -> None:
     options = {"replicate_size": 2, "min_num_params": 100}
     exact = Run(strategy="fsdp_hybrid", options=options, settings={"gradient_clip_val": 0.1})
@@ -139,6 +142,7 @@ def test_shards_of_two_nodes_are_averaged_and_their_errors_resume(pool: WorkerPo
         torch.testing.assert_close(total, error, atol=1e-6, rtol=0)
 
 
+@pytest.mark.full
 def test_an_algorithm_of_another_kind_does_not_read_the_errors(pool: WorkerPool, tmp_path: Path) -> None:
     run = replace(STRATEGIES["bytegrad"], save_at=3, path=str(tmp_path / "checkpoint"))
     pool.run(train, run)
@@ -150,6 +154,7 @@ def test_an_algorithm_of_another_kind_does_not_read_the_errors(pool: WorkerPool,
         assert bool(result["errors"]["start"]) == are_read
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_neighbours_on_the_ring_have_equal_copies(pool: WorkerPool, ranks: int) -> None:
     results = pool.run(train, STRATEGIES["low_precision"], world_size=ranks)
@@ -195,6 +200,7 @@ def test_qadam_is_adam_in_its_warm_up_and_keeps_the_second_moment_after_it() -> 
         assert torch.equal(before, ours.state[weights[0]]["exp_avg_sq"]) == (step > 4)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(("codec", "within"), [("none", 1e-5), ("int8", 0.05)])
 def test_averaged_momenta_train_as_in_one_process(pool: WorkerPool, codec: str, within: float) -> None:
     run = Run(strategy="bagua_qadam", options={"codec": codec}, steps=16, optimizer="qadam", warmup=4)
@@ -204,7 +210,7 @@ def test_averaged_momenta_train_as_in_one_process(pool: WorkerPool, codec: str, 
         assert (result["losses"] == alone["losses"]) is False
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("name", ["bytegrad", "powersgd", "localsgd", "diloco"])
 @pytest.mark.parametrize("other", ["ddp", "fsdp_auto"])
 def test_other_strategies_resume_and_the_state_survives_them(
@@ -222,7 +228,7 @@ def test_other_strategies_resume_and_the_state_survives_them(
     assert again[0]["losses"] == pytest.approx(there[0]["losses"][2:], abs=1e-5)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("precision", ["16-mixed", "32-true"])
 @pytest.mark.parametrize("name", ["bytegrad", "hybrid", "qadam"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_keeps_the_errors(
@@ -250,7 +256,7 @@ def test_every_algorithm_survives_an_overflow(pool: WorkerPool, name: str) -> No
         assert result["scale"] == 2.0**15
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -273,6 +279,7 @@ def test_evaluation_sees_the_average_and_changes_nothing(
         assert_equal(ours["weights"], theirs["weights"])
 
 
+@pytest.mark.full
 def test_bytes_are_logged_and_are_those_of_the_formula(pool: WorkerPool) -> None:
     weights = pool.run(train, Run(strategy="bagua"))[0]["weights"].values()
     count = sum(value.numel() for value in weights)

@@ -102,6 +102,7 @@ def test_a_plugin_that_is_in_order_passes(install: Install, tmp_path: Path) -> N
         CHECKS[name].run(bench(tmp_path))
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("fault", "check", "message"),
     [

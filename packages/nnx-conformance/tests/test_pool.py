@@ -162,12 +162,14 @@ def own() -> Iterator[WorkerPool]:
         yield own
 
 
+@pytest.mark.full
 def test_what_is_preloaded_is_there_before_the_first_job(own: WorkerPool) -> None:
     for found in own.run(pool_jobs.origin):
         assert found["parent"] != os.getpid()
         assert found["imported_by"] == found["parent"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="all processes are told to have one order")
 def test_ranks_next_to_each_other_differ_in_the_order_of_their_sets(own: WorkerPool) -> None:
     first, second = own.run(pool_jobs.origin)
@@ -222,6 +224,7 @@ def test_the_exit_code_of_a_worker_is_told(own: WorkerPool, code: int) -> None:
         own.run(pool_jobs.leave_with, code, world_size=1)
 
 
+@pytest.mark.full
 def test_a_worker_whose_template_dies_goes_too_and_both_are_replaced(own: WorkerPool) -> None:
     before = own.run(pool_jobs.origin)[0]
     os.killpg(before["parent"], signal.SIGKILL)

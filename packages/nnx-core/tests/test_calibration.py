@@ -91,6 +91,7 @@ def measure(*, fresh: bool = False) -> Hardware:
     return calibrated(ALONE, torch.device("cpu"), group=None, fresh=fresh)
 
 
+@pytest.mark.full
 def test_the_machine_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_LAPS", 4)
     monkeypatch.setenv("NNX_CACHE_DIR", str(tmp_path))

@@ -99,6 +99,7 @@ def lack_lite(monkeypatch) -> None:
     monkeypatch.setattr(nnx_core, "find_spec", lambda name: None if name == "nnx_lite" else find_spec(name))
 
 
+@pytest.mark.full
 def test_all_names_can_be_imported_without_lite_and_none_but_its_own_imports_its_package(run_python) -> None:
     run_python(
         """

@@ -40,7 +40,7 @@ WHOLE = ("nnx_deepspeed_3", {})
 HOST = ("nnx_deepspeed_3_cpu", PARTS)
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.quick(every=18)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -125,7 +125,7 @@ def test_an_optimizer_of_the_host_is_refused_where_the_state_is_on_a_device() ->
         refuse_unfit(optimizer, config={}, device=torch.device("cuda", 0))
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize(("strategy", "options"), [*STAGES, WHOLE, HOST])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_weights_written_through_data_count_from_then_on(
@@ -151,7 +151,7 @@ def test_the_optimizer_steps_by_hand_after_fit(
             torch.testing.assert_close(mine, other, atol=2e-5, rtol=0)
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize(("strategy", "options"), STAGES)
 @pytest.mark.parametrize(
     ("precision", "optimizer"), [("32-true", "adamw"), ("bf16-mixed", "adamw"), ("32-true", "sgd")]

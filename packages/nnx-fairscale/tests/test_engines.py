@@ -66,6 +66,7 @@ def test_accumulated_and_clipped_an_engine_trains_as_ddp(pool: WorkerPool, case:
     assert max(_differences(pool, loop, devices=devices)) < 1e-6
 
 
+@pytest.mark.full
 def test_a_penalty_on_weights_accumulates_as_in_ddp(pool: WorkerPool) -> None:
     loop = replace(CASES["fsdp, units by class"], accumulate=2, steps=6, penalty=0.05)
     assert max(_differences(pool, loop)) < 1e-6

@@ -26,7 +26,7 @@ def resuming(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Resu
     return Resuming(pool, tmp_path_factory.mktemp("fairscale"))
 
 
-@pytest.mark.quick(every=18)
+@pytest.mark.quick(every=36)
 @pytest.mark.parametrize(("source", "target"), CASES, ids=lambda cell: f"{cell[0]}-{cell[1]}")
 def test_a_strategy_resumes_exactly_what_was_saved(resuming: Resuming, source: Cell, target: Cell) -> None:
     resuming.check(source, target)

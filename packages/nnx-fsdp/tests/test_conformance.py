@@ -45,11 +45,12 @@ SKIPPED = ("skipped_blocks",)
         ),
         *("resume_from_ddp", "values_in_the_checkpoint"),
         *("state_dict_saved_on_rank_zero", "load_state_dict_override", "rank_local_state"),
+        "resume_at_node_counts",
     ),
     groups=(
-        "user_patterns.gradients",
+        "user_patterns.backward",
+        "user_patterns.optimizers",
         "user_patterns.writes_per_rank",
-        "nodes",
         "lifecycle",
     ),
 )

@@ -55,6 +55,7 @@ def test_fsdp_auto_shards_the_repeated_blocks_and_the_root(
     assert seen["local"] < seen["total"] / devices + 100
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_the_last_block_and_the_root_stay_gathered_for_the_backward(
     pool: WorkerPool, expected: Outcome, reshard: bool | None
@@ -80,6 +81,7 @@ def test_manual_wrapping_shards_what_is_wrapped_and_leaves_the_rest_to_the_root(
     assert _check(pool, expected, run)["units"] == UNITS
 
 
+@pytest.mark.full
 def test_wrap_does_nothing_under_other_strategies(pool: WorkerPool, expected: Outcome) -> None:
     assert _check(pool, expected, Run(strategy="ddp", model="wrapped"))["units"] == []
     assert _check(pool, expected, Run(strategy="fsdp_auto", model="wrapped"))["units"] == [""]
@@ -91,6 +93,7 @@ def test_offload_keeps_the_optimizer_state_on_the_host(pool: WorkerPool, expecte
     assert seen["units"] == UNITS
 
 
+@pytest.mark.full
 def test_hybrid_sharding_replicates_over_groups(pool: WorkerPool, expected: Outcome) -> None:
     seen = _check(
         pool, expected, Run(strategy="fsdp_hybrid", options={**BLOCKS, "replicate_size": 2}), devices=4
@@ -268,6 +271,7 @@ def test_wrong_options_give_one_clear_error_on_every_rank(pool: WorkerPool, run:
         assert error.startswith(message)
 
 
+@pytest.mark.full
 def test_a_policy_leaves_tied_layers_to_the_root(pool: WorkerPool, expected: Outcome) -> None:
     units = _check(pool, expected, Run(options={"auto_wrap_policy": torch.nn.Linear}))["units"]
     assert "embed" in units and "blocks.0.up" in units

@@ -99,6 +99,7 @@ def test_a_cluster_that_is_too_small_says_what_was_asked_for_and_what_is_free(cl
         trainer_of(nodes=1, resources_per_worker={"tpu": 2}, start_timeout=2).fit(Task(steps=1).module())
 
 
+@pytest.mark.full
 def test_a_node_with_another_version_is_named_with_it(empty_cluster: Any, tmp_path: Path) -> None:
     old = tmp_path / "nnx_core-0.0.9.dist-info"
     old.mkdir()

@@ -144,6 +144,7 @@ def test_a_process_that_dies_takes_its_group_with_it_and_all_start_again(tmp_pat
     assert "# 2 groups of 2 processes, lighthouse: a new one" in shown.stdout
 
 
+@pytest.mark.full
 def test_the_command_starts_dead_groups_again_and_gives_up_after_errors(tmp_path: Path) -> None:
     script = tmp_path / "group.py"
     script.write_text(

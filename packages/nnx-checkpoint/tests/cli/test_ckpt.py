@@ -180,6 +180,7 @@ def test_what_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
             run(verb, str(tmp_path / "nothing"))
 
 
+@pytest.mark.full
 def test_sizes_are_drawn_into_a_picture(trained: Path, tmp_path: Path) -> None:
     code, _ = run("inspect", str(trained), "--plot", str(tmp_path / "sizes.svg"))
     drawn = (tmp_path / "sizes.svg").read_text()

@@ -82,6 +82,7 @@ def test_lightning_resumes_from_its_own_directory_after_two_conversions(
     assert (resumed.weights, resumed.optimizer) == (saved.weights, saved.optimizer)
 
 
+@pytest.mark.full
 def test_optimizers_of_named_parameters_resume(pool: WorkerPool, tmp_path: Path) -> None:
     named = {**MODEL_PARALLEL, "model": "named"}
     saved = train(pool, 2, save=str(tmp_path / "a"), save_at=STEP, **named)

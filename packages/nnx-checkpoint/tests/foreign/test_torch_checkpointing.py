@@ -22,6 +22,7 @@ from jobs.torch_checkpointing_jobs import load, manager, save
 MORE = [("columns", 2), ("replicas", 4), ("safetensors", 2), ("ddp", 2)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [

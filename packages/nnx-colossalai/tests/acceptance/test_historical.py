@@ -155,7 +155,7 @@ def test_the_optimizers_of_torch_are_accepted(pool: WorkerPool, policy: str, opt
         expect_the_same(seen, by_hand(optimizer=optimizer), exact=optimizer != "RMSprop")
 
 
-@pytest.mark.quick(every=8)
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["cuda", "cpu"])
 @pytest.mark.parametrize("optimizer", ["HybridAdam", "CPUAdam", "FusedAdam"])
 def test_the_optimizers_of_colossalai_keep_their_names(pool: WorkerPool, policy: str, optimizer: str) -> None:
@@ -166,6 +166,7 @@ def test_the_optimizers_of_colossalai_keep_their_names(pool: WorkerPool, policy:
 # --- test_warn_colossalai_ignored -----------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_backward_of_the_modules_own_is_called(pool: WorkerPool) -> None:
     for seen in trained(pool, "cpu"):
         assert seen["backwards"] == len(by_hand()["losses"]) == 20
@@ -204,7 +205,7 @@ def test_the_test_metrics_are_those_of_the_checkpoint_at_every_world_size(
 # --- test_run_trainer_test_without_fit ------------------------------------------------------------
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize(("precision", "policy"), pairs(PRECISIONS, POLICIES))
 def test_a_model_that_never_trained_is_tested(pool: WorkerPool, policy: str, precision: str) -> None:
     training = Training(options={"placement_policy": policy}, precision=precision)

@@ -78,7 +78,7 @@ def matrix(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Matrix
     return Matrix(pool, tmp_path_factory.mktemp("tiers"))
 
 
-@pytest.mark.quick(every=13)
+@pytest.mark.quick(every=26)
 @pytest.mark.parametrize(
     ("source", "targets"),
     [
@@ -118,6 +118,7 @@ def test_every_mix_meets_the_other_strategies_and_every_world_size_is_left_and_e
     }
 
 
+@pytest.mark.full
 def test_the_scale_that_was_saved_is_not_the_one_a_run_begins_with(matrix: Matrix) -> None:
     _, saved = matrix.saved(("layers", 2))
     assert saved.scaler["scale"] == 2.0**9

@@ -99,7 +99,7 @@ def name_of(cell: Cell) -> str:
     return f"{cell[0]}-{cell[1].replace(' ', '_')}-{cell[2]}"
 
 
-@pytest.mark.quick(every=12)
+@pytest.mark.quick(every=36)
 @pytest.mark.parametrize(
     ("cell", "seeds"),
     [

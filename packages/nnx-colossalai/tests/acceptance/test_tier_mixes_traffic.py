@@ -38,7 +38,7 @@ def formula(tiers: tuple[str, ...], precision: str, accumulate: int, world_size:
     return to_device, to_host
 
 
-@pytest.mark.quick(every=7)
+@pytest.mark.quick(every=21)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("precision", list(WIDTHS))
 @pytest.mark.parametrize("mix", list(MIXES))

@@ -278,6 +278,7 @@ class Tight(nn.Module):
         return hidden
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(("tells", "most"), [(True, 1), (False, 5)])
 def test_a_step_out_of_memory_is_not_run_again_for_every_chunk(tells: bool, most: int) -> None:
     module = Tight(tells=tells)

@@ -56,7 +56,7 @@ def test_every_mix_trains_to_the_same_bits(
             assert_same(left["plain"], reference["masters"], mix)
 
 
-@pytest.mark.quick(every=9)
+@pytest.mark.quick(every=18)
 @pytest.mark.parametrize("how", jobs.HOWS)
 def test_gradients_are_those_of_fsdp2_however_they_come_about(pool: WorkerPool, how: str) -> None:
     found = dict(of_every_mix(pool, jobs.gradients_of, how, torch.bfloat16))
@@ -71,6 +71,7 @@ def test_gradients_are_those_of_fsdp2_however_they_come_about(pool: WorkerPool, 
             assert not torch.equal(gradient.bfloat16().float(), gradient), f"{mix}: rounded"
 
 
+@pytest.mark.full
 def test_the_module_shows_its_masters_whenever_a_user_may_look(pool: WorkerPool) -> None:
     for mix, ranks in of_every_mix(pool, jobs.shown):
         for looks in ranks:
@@ -154,7 +155,7 @@ def test_the_device_holds_what_the_tier_says(pool: WorkerPool, dtype: torch.dtyp
             assert left == 0, tier
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("capacity", [2**14, 2**24])
 def test_a_step_copies_weights_in_the_working_dtype_and_gradients_in_full(
     pool: WorkerPool, capacity: int

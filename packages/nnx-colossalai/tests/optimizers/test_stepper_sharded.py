@@ -36,7 +36,7 @@ def ranks(pool: WorkerPool) -> Ranks:
     return trained
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_sharded_masters_get_the_bits_of_the_optimizers_own_step(name: str, ranks: Ranks) -> None:
     for rank in ranks:

@@ -56,6 +56,7 @@ def test_what_is_in_host_memory_is_not_drawn_as_the_devices(tmp_path: Path) -> N
     assert shares["gathered"] > 0 and shares["staging"] > 0
 
 
+@pytest.mark.full
 def test_a_budget_near_the_peak_is_a_line_and_one_far_above_does_not_flatten_the_picture(
     tmp_path: Path,
 ) -> None:

@@ -106,6 +106,7 @@ def test_names_are_known_in_a_spawned_child_that_never_imports_nnx(probes, run_p
     )
 
 
+@pytest.mark.full
 def test_lightning_cli_takes_names_and_nnx_strategy_with_options(probes, run_python, tmp_path):
     probes.hide("nnx-fairscale")
     (tmp_path / "options.yaml").write_text(

@@ -374,6 +374,7 @@ def test_doctor_finds_fault_with_what_a_plugin_needs_and_has_not(acme, nnx_comma
     )
 
 
+@pytest.mark.full
 def test_strict_doctor_imports_every_target(acme, nnx_command, monkeypatch):
     monkeypatch.setenv("NNX_LOAD_PLUGINS", "acme")
     assert nnx_command("doctor")[0] == 0

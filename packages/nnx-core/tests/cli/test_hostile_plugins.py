@@ -81,7 +81,7 @@ def command(capfd: Any, site: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     return run
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize(("source", "said"), HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_plugin_is_named_and_the_others_are_listed(
     command: Any, site: Any, source: str, said: str
@@ -118,6 +118,7 @@ def test_every_verb_names_it_with_the_reason_and_the_right_exit_code(command: An
     assert reason in output
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("source", HARMLESS.values(), ids=HARMLESS)
 def test_what_a_plugin_writes_or_reads_does_not_disturb(command: Any, site: Any, source: str) -> None:
     site.add("bb-odd", source)

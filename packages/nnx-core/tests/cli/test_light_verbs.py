@@ -35,6 +35,7 @@ finally:
 """
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("verb", [*VERBS, CHOICE], ids=" ".join)
 def test_the_verb_never_imports_torch(run_python, verb):
     done = run_python(WITHOUT_TORCH, *verb)

@@ -254,7 +254,7 @@ def followed(rendered):
     return project
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("megabytes", [25.0, 0.0001])
 def test_the_backend_of_the_tutorial_keeps_promises(pool, tmp_path, import_from, followed, megabytes):
     import_from(followed / "src")
@@ -315,6 +315,7 @@ def test_json_asks_nothing_and_names_every_file(command, tmp_path):
     assert content["next"][2:] == ["nnx conformance mine", "pytest"]
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -95,6 +95,7 @@ def test_a_schema_notices_a_key_that_it_does_not_know(printed: Command) -> None:
 
 
 @pytest.mark.usefixtures("clean_names")
+@pytest.mark.full
 def test_schemas_of_the_commands_about_names(printed: Command, site: Any) -> None:
     site.add("bb-broken", "import does_not_exist")
     site.add("nnx-deepspeed", "import does_not_exist")

@@ -42,6 +42,7 @@ def found(search: Search) -> Callable[..., list[str]]:
     return run
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("words", "first"),
     [

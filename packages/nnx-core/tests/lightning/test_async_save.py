@@ -107,7 +107,7 @@ def test_there_is_always_a_complete_checkpoint_while_one_replaces_another(
 # --- errors -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("slow_rank", [0, 1])
 def test_an_error_ends_the_run_at_one_step_on_every_rank(
     pool: WorkerPool, tmp_path: Path, slow_rank: int
@@ -158,7 +158,7 @@ def test_an_error_of_the_users_is_not_hidden_and_the_save_in_flight_is_kept(
     assert verified(path) == ([], 2)
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("run", [RUN, replace(DDP, devices=1)], ids=["fsdp_auto", "ddp"])
 def test_an_error_of_the_users_is_not_hidden_by_one_of_the_save(
     pool: WorkerPool, tmp_path: Path, run: Run
@@ -183,6 +183,7 @@ def test_after_a_run_saving_waits_and_the_next_run_saves_in_the_background_again
 # --- Fabric -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_fabric_saves_in_the_background(pool: WorkerPool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     first, second = pool.run(fabric, 2, str(tmp_path), world_size=2)

@@ -72,7 +72,7 @@ def test_the_average_over_epochs_is_that_of_one_process(pool: WorkerPool, kind: 
         assert_same(report, expected)
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "strategy", ["fsdp_offload", "fsdp_manual", "tiny", "column_parallel", "flat_masters"]
 )
@@ -149,6 +149,7 @@ def test_no_complete_copy_is_made_before_the_model_is_sharded(pool: WorkerPool, 
         assert (in_copy, in_module) == (0, total)
 
 
+@pytest.mark.full
 def test_a_model_built_on_the_meta_device_has_an_average_of_real_weights(pool: WorkerPool) -> None:
     run = replace(RUN, model="on_meta")
     first, second = pool.run(fit, run, "ema", world_size=2)
@@ -180,7 +181,7 @@ def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return {strategy: str(folder / strategy) for strategy in ("fsdp_auto", "ddp", "auto")}
 
 
-@pytest.mark.quick(every=8)
+@pytest.mark.quick(every=16)
 @pytest.mark.parametrize(
     ("source", "target", "devices"),
     [
@@ -229,6 +230,7 @@ def test_swa_resumes_with_its_average_and_its_scheduler(
         assert_same(report, expected, since=4)
 
 
+@pytest.mark.full
 def test_no_weights_are_gathered_to_be_saved_or_read_as_a_whole(
     pool: WorkerPool, saved: dict[str, str]
 ) -> None:
@@ -272,6 +274,7 @@ def test_other_ways_of_saving_hold_the_average_too(
     assert_close(dict(loaded.state_dict()), average)
 
 
+@pytest.mark.full
 def test_a_merged_file_resumes_under_lightnings_own_strategy(
     pool: WorkerPool, whole: dict[str, Any], saved: dict[str, str], tmp_path: Path
 ) -> None:
@@ -312,6 +315,7 @@ def test_a_checkpoint_can_be_saved_when_training_is_over(
 # --- errors -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_an_error_on_all_ranks_leaves_a_complete_average(pool: WorkerPool) -> None:
     expected = pool.run(fail_while_averaging, ALONE, [0], world_size=1)[0]
     for report in pool.run(fail_while_averaging, RUN, [0, 1], world_size=2):

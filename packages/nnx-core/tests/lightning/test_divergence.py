@@ -108,6 +108,7 @@ def test_what_one_rank_changed_is_named_with_the_rank(pool: WorkerPool, fault: s
         assert said + FAULTS[fault] in text
 
 
+@pytest.mark.full
 def test_what_may_differ_is_left_alone(pool: WorkerPool) -> None:
     assert pool.run(fit, "fsdp_auto", "", 1, world_size=3, timeout=60) == [[6]] * 3
     assert pool.run(fit, "ddp", "", 1, world_size=3, timeout=60) == [[6]] * 3

@@ -107,7 +107,7 @@ def test_loaders_resume_exactly_at_the_end_of_an_epoch(
     assert_continued(*reports)
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize(
     "case",
     [
@@ -138,6 +138,7 @@ def test_two_ranks_resume_exactly_each_with_its_own_random_state(
     assert reports[0][1].losses != reports[1][1].losses
 
 
+@pytest.mark.full
 def test_a_checkpoint_saved_after_a_run_that_ended_inside_an_epoch_resumes_there(
     pool: WorkerPool, tmp_path: Path
 ) -> None:

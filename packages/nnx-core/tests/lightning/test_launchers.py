@@ -140,6 +140,7 @@ def test_scripts_are_started_by_torchrun(tmp_path):
     assert sorted(finished.stdout.splitlines()) == ["RANK 0 a", "RANK 1 a"]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

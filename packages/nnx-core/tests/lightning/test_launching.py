@@ -162,6 +162,7 @@ def test_lightning_cli(launch: Launch, check: Callable[..., None]) -> None:
     check(launch(CLI, "fit", *trainer))
 
 
+@pytest.mark.full
 def test_a_process_leaves_its_group_before_the_interpreter_goes() -> None:
     script = """
 import atexit

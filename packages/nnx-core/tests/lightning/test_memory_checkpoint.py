@@ -118,6 +118,7 @@ def killed(pool: WorkerPool, tmp_path: Path) -> Run:
     return what
 
 
+@pytest.mark.full
 def test_if_both_holders_are_gone_the_disk_is_taken_and_the_log_names_them(
     pool: WorkerPool, tmp_path: Path, killed: Run
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_state_that_is_damaged_on_both_holders_is_refused_and_the_disk_is_take
     )
 
 
+@pytest.mark.full
 def test_a_state_that_is_damaged_on_one_holder_is_taken_from_the_other(
     pool: WorkerPool, tmp_path: Path, killed: Run
 ) -> None:
@@ -166,6 +168,7 @@ def test_damage_of_a_common_file_on_every_host_is_refused(
     assert "damaged on vm" in report.log[0].replace(socket.gethostname(), "vm")
 
 
+@pytest.mark.full
 def test_a_newer_checkpoint_on_disk_wins(pool: WorkerPool, tmp_path: Path) -> None:
     what = on_disk(tmp_path, 7)
     kill(pool, replace(what, resume=None), tmp_path, 0, 8, hosts=3, saves=True)
@@ -218,6 +221,7 @@ def test_a_memory_that_fills_up_later_costs_a_warning_and_the_last_copy_stays(
     assert run(pool, RUN, tmp_path)[0].start == 3
 
 
+@pytest.mark.full
 def test_a_full_disk_ends_the_run_and_the_copies_live(pool: WorkerPool, tmp_path: Path, small: Path) -> None:
     (small / "full").write_bytes(bytes(590_000))
     other = tmp_path / "other"
@@ -229,6 +233,7 @@ def test_a_full_disk_ends_the_run_and_the_copies_live(pool: WorkerPool, tmp_path
     assert run(pool, RUN, other)[0].start == 6
 
 
+@pytest.mark.full
 def test_memory_holds_two_copies_at_most(pool: WorkerPool, tmp_path: Path) -> None:
     counter = Counter(str(tmp_path))
     run(pool, RUN, tmp_path, hosts=2, callbacks=(counter,), every=1)

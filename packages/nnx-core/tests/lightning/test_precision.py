@@ -87,7 +87,7 @@ def test_scaled_training_equals_one_process(pool: WorkerPool) -> None:
         assert report["losses"] == pytest.approx(expected["losses"], rel=5e-3)
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("start", [2.0**4, 2.0**14])
 def test_gradients_are_clipped_after_they_were_unscaled(pool: WorkerPool, start: float) -> None:
     expected = pool.run(scaled, 1, "auto", (-1, -1), 0.05, START, world_size=1)[0]
@@ -107,6 +107,7 @@ def test_the_scalers_state_is_saved_and_restored(pool: WorkerPool, tmp_path: Pat
         assert report["scales"] == [START / 2] * 3
 
 
+@pytest.mark.full
 def test_fabric_skips_the_step_on_all_ranks_too(pool: WorkerPool) -> None:
     reports = pool.run(scaled_in_fabric, 2, world_size=2)
     for report in reports:

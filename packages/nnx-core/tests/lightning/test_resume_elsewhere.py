@@ -58,6 +58,7 @@ def _samples(reports: list[Report], epoch: int, until: int | None = None, since:
     ]
 
 
+@pytest.mark.full
 def test_samples_that_ranks_cannot_share_equally_are_seen_again_with_a_warning(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
@@ -130,7 +131,7 @@ def _without_random_state(path: str, plain: str) -> None:
     torch.save(content, plain)
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("loader", ["stateful", "equal states"])
 def test_loaders_with_a_state_at_another_world_size(pool: WorkerPool, tmp_path: Path, loader: str) -> None:
     path = path_in(tmp_path)

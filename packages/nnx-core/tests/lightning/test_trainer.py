@@ -112,6 +112,7 @@ def test_logged_values_are_reduced_over_all_ranks_and_the_sampler_is_injected(
     assert sorted(index for report in reports for index in report["indices"]) == list(range(12))
 
 
+@pytest.mark.full
 def test_collectives_give_every_rank_the_result_and_honour_groups_and_integers(pool: WorkerPool) -> None:
     for rank, results in enumerate(pool.run(call_collectives, world_size=3)):
         assert results["mean"] == results["AVG"] == [2.0, 10.0]
@@ -136,7 +137,7 @@ def test_synchronized_batch_norm_is_put_in_for_training_and_taken_out_again(pool
         assert report["tested"] == pytest.approx(report["expected"])
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [{}, {"groups": 2}, {"scheduler": True}], ids=str)
 def test_an_optimizer_built_before_sharding_trains_the_sharded_parameters(
     pool: WorkerPool, settings: dict[str, Any]

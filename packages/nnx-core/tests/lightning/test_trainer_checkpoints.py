@@ -113,6 +113,7 @@ def test_a_hook_may_rename_entries_and_only_those_are_read_as_a_whole(
         assert read.hook_saw == {"type": "Tensor", "bias": bias}
 
 
+@pytest.mark.full
 def test_without_a_hook_nothing_is_read_as_a_whole(pool: WorkerPool, saved: str) -> None:
     for read in pool.run(resume_and_watch, replace(RUN, resume=saved), world_size=2):
         assert read.whole == []
@@ -216,6 +217,7 @@ def test_a_plain_file_of_lightnings_resumes(
             assert outcome.losses == pytest.approx(whole[HALF:], abs=1e-5)
 
 
+@pytest.mark.full
 def test_lightnings_own_io_plugin_gets_complete_tensors_and_writes_a_plain_file(
     pool: WorkerPool, tmp_path: Path, whole: list[float]
 ) -> None:
@@ -242,6 +244,7 @@ def test_lightnings_async_plugin_wraps_ours(
         assert losses == pytest.approx(whole[HALF:], abs=1e-5)
 
 
+@pytest.mark.full
 def test_one_plain_process_reads_and_writes_the_shared_checkpoint(
     pool: WorkerPool, tmp_path: Path, saved: str, whole: list[float]
 ) -> None:

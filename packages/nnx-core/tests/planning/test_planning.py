@@ -109,6 +109,7 @@ def test_a_unit_whose_input_has_no_gradient_is_reduced_at_the_end_with_its_gradi
     assert backward.end == 2 * 200 + 2 * 200
 
 
+@pytest.mark.full
 def test_the_plot_is_drawn_and_its_errors_are_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
 
@@ -124,6 +125,7 @@ def test_the_plot_is_drawn_and_its_errors_are_clear(tmp_path: Path, monkeypatch:
         draw(tmp_path / "memory.png")
 
 
+@pytest.mark.full
 def test_no_weight_is_allocated() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = nnx.plan(lambda: Stack(layers=50, width=2048), torch.zeros(4, 8), strategies=["ddp"])
@@ -141,6 +143,7 @@ def test_a_module_with_weights_is_planned_and_said_so() -> None:
     assert all(map(torch.equal, before, module.parameters()))
 
 
+@pytest.mark.full
 def test_a_step_may_call_its_index_otherwise_or_take_none() -> None:
     class Otherwise(Stack):
         def training_step(self, batch: Tensor, index: int) -> Tensor:  # type: ignore[override]
@@ -207,6 +210,7 @@ def test_the_first_advice_is_a_smaller_batch_and_the_run_fits_with_it() -> None:
     assert bytes_of_run(batch[: row.largest_batch]) <= limit
 
 
+@pytest.mark.full
 def test_the_second_advice_is_to_recompute_and_the_run_fits_with_it() -> None:
     batch = torch.zeros(1, 512, 8)
     needed = planned(batch, activation_checkpointing=Block)["ddp"].estimate
@@ -217,6 +221,7 @@ def test_the_second_advice_is_to_recompute_and_the_run_fits_with_it() -> None:
     assert bytes_of_run(batch, recompute="Block") <= needed.peak < bytes_of_run(batch)
 
 
+@pytest.mark.full
 def test_the_third_advice_is_a_strategy_that_fits() -> None:
     batch, limit = torch.zeros(4, 8), 1_000_000
     found = planned(batch, limit, devices=8)
@@ -298,6 +303,7 @@ def test_the_command_refuses_bad_targets_and_batches() -> None:
         run(f"{__file__}:Stack", batch="16x8", arguments={"depth": 3})
 
 
+@pytest.mark.full
 def test_a_script_is_planned_at_its_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(

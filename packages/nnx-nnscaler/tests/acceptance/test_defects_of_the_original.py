@@ -90,6 +90,7 @@ def test_programs_are_not_reused_for_other_code_nor_with_other_weights(
             assert seen["losses"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.full
 def test_programs_are_not_reused_for_another_policy(pool: WorkerPool, options: dict[str, Any]) -> None:
     directory = options["gen_savedir"]
     for policy in ("data", "tp", "data"):
@@ -163,6 +164,7 @@ def test_saving_weights_only_saves_no_optimizer(
     assert names and not [each for each in names if each.startswith("optim")]
 
 
+@pytest.mark.full
 def test_sgd_resumes_and_merges(pool: WorkerPool, sharing: dict[str, Any], tmp_path: Path) -> None:
     from nnx_nnscaler import NnScalerStrategy
 

@@ -36,7 +36,7 @@ def traced(name):
         return module, trace_forward(module, *call), call
 
 
-@pytest.mark.quick(every=34)
+@pytest.mark.quick(every=68, first=34)
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("policy", ["data", "zero", "tp", "autodist"])
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"plain_gpt"}))

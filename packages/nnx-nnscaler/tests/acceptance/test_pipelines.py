@@ -64,7 +64,7 @@ def of_one_process(pool: WorkerPool) -> Any:
     return losses
 
 
-@pytest.mark.quick(every=520, first=260)
+@pytest.mark.quick(every=520, first=250)
 @pytest.mark.parametrize("model", (*LOSS_IN_FORWARD, *LOSS_IN_STEP))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -106,6 +106,7 @@ def test_what_a_step_returns_and_logs_is_that_of_one_process(
         assert in_turns == 8
 
 
+@pytest.mark.full
 def test_an_overflow_of_the_scaled_loss_is_one_decision_in_turns(pool: WorkerPool, tmp_path: Path) -> None:
     """The same as where all goes forward before it goes back; a whole batch's gradients overflow earlier."""
     expected, scale, _ = pool.run(scaled, "gpipe", str(tmp_path), world_size=2)[0]
@@ -116,6 +117,7 @@ def test_an_overflow_of_the_scaled_loss_is_one_decision_in_turns(pool: WorkerPoo
         assert in_turns == 16
 
 
+@pytest.mark.full
 def test_steps_that_a_program_could_not_repeat_run_as_they_are(pool: WorkerPool, tmp_path: Path) -> None:
     expected, _ = pool.run(odd_steps, "", "", world_size=1)[0]
     for losses, in_turns in pool.run(odd_steps, "1f1b", str(tmp_path), world_size=2):
@@ -133,7 +135,7 @@ def test_a_loop_of_ones_own_goes_in_turns_where_the_forward_returns_its_loss(
         assert in_turns == 4
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("shape", "precision", "more"),
     [
@@ -161,7 +163,7 @@ def test_last_batches_and_other_sizes_train_as_in_one_process(pool: WorkerPool, 
             assert losses == pytest.approx(expected, abs=1e-5, rel=0)
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_evaluation_goes_through_the_stages_in_microbatches_within_the_planned_memory(
     pool: WorkerPool, tmp_path: Path, schedule: str
@@ -175,7 +177,7 @@ def test_evaluation_goes_through_the_stages_in_microbatches_within_the_planned_m
         assert counted <= 1.25 * planned < uncut / 2
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 def test_what_a_loss_does_not_see_is_not_stepped_and_masks_and_penalties_count_once(
     pool: WorkerPool, tmp_path: Path, schedule: str
@@ -224,6 +226,7 @@ def test_a_run_that_is_too_short_says_that_nothing_was_measured(pool: WorkerPool
         read_timeline(file)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("job", "message"),
     [

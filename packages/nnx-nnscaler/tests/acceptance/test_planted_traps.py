@@ -28,7 +28,7 @@ def trained(
     return expected, pool.run(train_planted, strategy, 2, model, world_size=2)
 
 
-@pytest.mark.quick(every=8)
+@pytest.mark.quick(every=24)
 @pytest.mark.parametrize("policy", STRATEGIES)
 @pytest.mark.parametrize("model", PLANTED)
 def test_it_trains_and_evaluates_as_one_process_does(
@@ -41,7 +41,7 @@ def test_it_trains_and_evaluates_as_one_process_does(
         assert seen["validated"] == pytest.approx(expected["validated"], abs=1e-5)
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("policy", STRATEGIES)
 def test_hooks_are_called_as_often_as_in_one_process(pool: WorkerPool, tmp_path: Path, policy: str) -> None:
     expected, found = trained(pool, policy, "Hooked", tmp_path)

@@ -63,6 +63,7 @@ def train_and_evaluate():
     return results, sources, sharded
 
 
+@pytest.mark.full
 def test_every_rank_runs_the_program_that_the_first_one_compiled(pool):
     outcomes = pool.run(train_and_evaluate, world_size=2, init="gloo")
     for results, sources, sharded in outcomes:

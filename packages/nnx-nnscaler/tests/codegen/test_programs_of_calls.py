@@ -206,6 +206,7 @@ class Regions(nn.Module):
         return x
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("hooked", [False, True])
 def test_regions_of_autocast_and_without_gradients_are_those_of_the_forward(hooked):
     module, own = Regions(hooked), Regions(hooked)

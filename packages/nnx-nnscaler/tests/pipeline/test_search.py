@@ -115,7 +115,7 @@ def test_a_loaded_plan_says_the_schedule_of_steps_too(pool: WorkerPool, tmp_path
     assert pool.run(logged, {"load_plan": path}, folder, world_size=2) == saved
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("inner", [1, 2])
 @pytest.mark.parametrize("make", [Deep, lambda: GPT(dropout=0.1)])
 def test_stages_are_compared_with_the_module(make: Callable[[], nn.Module], inner: int) -> None:
@@ -186,6 +186,7 @@ def test_a_limit_that_nothing_else_keeps_makes_more_microbatches(graph: Graph) -
     assert peak(limited) == peak(more) < peak(free)
 
 
+@pytest.mark.full
 def test_stages_of_several_ranks_are_split_until_they_fit(graph: Graph) -> None:
     free = planned(graph, Arrangement(2, 2), inner=2)
     limit = int(0.7 * peak(free))

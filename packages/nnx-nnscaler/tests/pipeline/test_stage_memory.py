@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -26,6 +27,7 @@ def test_1f1b_keeps_fewer_activations_than_gpipe() -> None:
     assert peak(4, pipeline_nmicros=4, pipeline_scheduler="1f1b") == peak(4)
 
 
+@pytest.mark.full
 def test_there_are_no_more_stages_than_layers() -> None:
     assert peak(64) == peak(8) < peak(4)
     assert peak(64, plan_ngpus=4) == peak(4)

@@ -10,7 +10,7 @@ from jobs.nnscaler_modes_jobs import losses_of_reading, trained_and_validated
 from nnx_conformance.pool import WorkerPool
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize(("precision", "asked"), [("bf16-mixed", True), ("32-true", False)])
 def test_training_and_evaluation_have_one_program_each(pool: WorkerPool, precision: str, asked: bool) -> None:
     for found in pool.run(trained_and_validated, "nnscaler_tp", precision, world_size=2):
@@ -20,7 +20,7 @@ def test_training_and_evaluation_have_one_program_each(pool: WorkerPool, precisi
         assert found["off"] < (2e-2 if asked else 1e-6)
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize("place", ["hparams", "dict", "object", "tensor", "function", "global", "trainer"])
 def test_what_a_forward_reads_is_read_in_each_step_and_each_run(
     pool: WorkerPool, place: str, tmp_path: Path

@@ -96,7 +96,7 @@ def test_nnscaler_dp_is_bit_equal_to_ddp(pool: WorkerPool, devices: int):
         assert outcome.digest == expected.digest
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options", [{"zero_ngroups": 2}, {"compute_config": {"reducer_bucket_cap_mb": 0.001, "use_zero": True}}]
 )

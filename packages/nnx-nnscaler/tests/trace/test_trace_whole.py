@@ -82,6 +82,7 @@ def test_a_root_that_cannot_be_traced_is_refused_with_its_line():
     assert "torch.where instead of a branch" in error.value.remedy
 
 
+@pytest.mark.full
 def test_siblings_of_a_class_that_fails_are_kept_at_once(monkeypatch):
     from nnx_nnscaler.trace import forward
 
