@@ -35,6 +35,7 @@ def test_a_short_run_says_that_nothing_was_measured(pool: WorkerPool) -> None:
     assert len(losses) == 2
 
 
+@pytest.mark.full
 def test_a_step_that_cannot_be_traced_trains_and_says_so(pool: WorkerPool) -> None:
     ((lines, losses),) = pool.run(fit, "fsdp_auto", 1, True, 4, True, world_size=1)
     assert any("the step could not be traced" in line for line in lines)

@@ -54,7 +54,7 @@ def test_checkpoints_travel_between_engines(pool: WorkerPool, tmp_path: Path, so
             assert outcome.losses == pytest.approx(saved.losses[step:], abs=1e-5), target
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_is_saved_after_the_run_is_resumed_like_what_is_saved_within(
     pool: WorkerPool, tmp_path: Path, engine: str

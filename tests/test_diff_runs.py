@@ -49,6 +49,7 @@ def test_the_sentence_names_step_tensor_and_rank(bench: Bench) -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [

@@ -61,6 +61,7 @@ def test_what_fails_without_the_fault_too_does_not_count(runner: FaultRunner) ->
     assert row.startswith("| summed | TinyBackend | losses_float32 | nothing |  | ")
 
 
+@pytest.mark.full
 def test_a_fault_that_nothing_catches_is_marked(runner: FaultRunner) -> None:
     missed = replace(SUMMED, caught_by="rank_properties", also=EVERYTHING)
     row, is_right = examine(runner, missed, TRIED)

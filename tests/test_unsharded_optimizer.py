@@ -83,6 +83,7 @@ def test_every_kind_gives_the_numbers_of_one_process(runs: Runs, strategy: str, 
         assert seen.bytes_sent > 0, kind
 
 
+@pytest.mark.full
 def test_muon_of_torch_is_that_of_one_process_to_the_bit_and_sends_what_the_formula_says(
     pool: WorkerPool,
 ) -> None:

@@ -70,6 +70,7 @@ def test_disks_and_shared_memory_are_private_and_one_folder_is_shared(lab: Labor
     assert second.do(f"cat {lab.shared}/file").strip() == "here"
 
 
+@pytest.mark.full
 def test_links_count_bytes_and_keep_to_their_rate(lab: Laboratory) -> None:
     size = 8_000_000
     before = [node.traffic() for node in lab.nodes]

@@ -165,6 +165,7 @@ def test_what_cannot_be_saved_is_refused_as_it_is_without_background(tmp_path: P
 # --- one at a time ------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     "action",
     [
@@ -384,7 +385,7 @@ def test_ranks_save_what_they_had_when_they_were_asked(
     assert pool.run(checkpoint_jobs.load_all, path, world_size=2, init="gloo") == [[], []]
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("fault", ["file size limit", "shape", "gap", "opaque", "name"])
 def test_a_fault_on_one_rank_is_raised_by_wait_on_all(pool: WorkerPool, tmp_path: Path, fault: str) -> None:
     path = tmp_path / "a"

@@ -125,6 +125,7 @@ def count_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return read
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_without_checksums_no_more_is_read_than_is_needed(

@@ -91,6 +91,7 @@ manifests = st.builds(
 )
 
 
+@pytest.mark.full
 @given(manifests)
 def test_a_manifest_comes_back(manifest: Manifest) -> None:
     assert decode_manifest(encode_manifest(manifest), source="x") == manifest

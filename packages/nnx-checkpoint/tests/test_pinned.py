@@ -13,6 +13,7 @@ from nnx_checkpoint.writing import copy, pinned
 from nnx_checkpoint.writing.pinned import registered_empty
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_the_driver_knows_exactly_the_bytes_asked_for(dtype: torch.dtype) -> None:
     known: dict[int, int] = {}

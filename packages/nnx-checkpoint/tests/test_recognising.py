@@ -183,6 +183,7 @@ def test_what_a_format_cannot_look_at_is_not_its_own(
     assert looked_at(place, make, lambda path: formats.recognises(candidate, path)) in ("True", "False")
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("make", KINDS)
 @pytest.mark.parametrize(
     "use",

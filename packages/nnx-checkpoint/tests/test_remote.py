@@ -340,7 +340,7 @@ def test_trainer_saves_to_s3_removes_what_it_should_and_resumes_from_there(
         assert left == {"epoch=0-step=3.ckpt", "last.ckpt"}
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("url", "environment", "message"),
     [

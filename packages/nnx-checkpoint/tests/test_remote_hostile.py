@@ -179,7 +179,7 @@ class Refusing(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("status", "code"), [(403, "AccessDenied"), (503, "SlowDown"), (500, "InternalError")]
 )

@@ -24,7 +24,7 @@ def saved(request: pytest.FixtureRequest, pool: WorkerPool, tmp_path_factory: py
     return root
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.quick(every=18)
 @pytest.mark.parametrize("readers", SIZES)
 @pytest.mark.parametrize("writers", SIZES)
 def test_every_tensor_comes_back_at_every_world_size(

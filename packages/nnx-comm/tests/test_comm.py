@@ -58,6 +58,7 @@ def assert_equal(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("codec", ["none", "fp16", "bf16", "int8", "topk"])
 def test_an_error_is_what_the_mean_lacks_and_the_payload_is_the_formula(
@@ -93,7 +94,7 @@ def test_ranks_end_equal_and_a_resumed_run_is_the_uninterrupted_one(
         assert_equal(ours["weights"], theirs["weights"])
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=9)
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (2, 3, 4))])
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_other_numbers_of_ranks_resume_and_keep_the_sum_of_the_errors(
@@ -175,6 +176,7 @@ def test_a_rank_runs_ahead_by_the_staleness_and_adds_what_the_others_had(
     assert results == [[1, 2, 3, 4, 5, 6, 9, 10], [2, 4, 6, 8, 10, 12, 12, 14]]
 
 
+@pytest.mark.full
 def test_a_rank_lost_in_bagua_async_is_one_error(pool: WorkerPool) -> None:
     run = Run(strategy="bagua_async", options={"interval": 2, "staleness": 2}, steps=16, dies_at=11)
     with pytest.raises(JobError) as raised:
@@ -200,7 +202,7 @@ def test_qadam_is_adam_in_its_warm_up_and_keeps_the_second_moment_after_it() -> 
         assert torch.equal(before, ours.state[weights[0]]["exp_avg_sq"]) == (step > 4)
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.full
 @pytest.mark.parametrize(("codec", "within"), [("none", 1e-5), ("int8", 0.05)])
 def test_averaged_momenta_train_as_in_one_process(pool: WorkerPool, codec: str, within: float) -> None:
     run = Run(strategy="bagua_qadam", options={"codec": codec}, steps=16, optimizer="qadam", warmup=4)

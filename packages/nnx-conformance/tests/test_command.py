@@ -84,6 +84,7 @@ def test_a_strategy_that_keeps_its_promises(nnx_conformance: Command, tmp_path: 
     assert ElementTree.fromstring(badge.read_text()).attrib["aria-label"].endswith("2 checks passed")
 
 
+@pytest.mark.full
 def test_a_strategy_that_breaks_a_promise_is_explained_at_the_end(nnx_conformance: Command) -> None:
     code, output, error = nnx_conformance(
         "jobs.conformance_names:ForgetsClipping", "--only", "clip_by_norm", "--only", "losses_float32"
@@ -101,6 +102,7 @@ def test_a_strategy_that_breaks_a_promise_is_explained_at_the_end(nnx_conformanc
     assert error == "", "there is no traceback to offer"
 
 
+@pytest.mark.full
 def test_what_is_declared_false_says_so_on_its_line(nnx_conformance: Command) -> None:
     code, output, _ = nnx_conformance("modest", *NAMES, "--only", "clip_by_norm")
     assert code == 0

@@ -96,13 +96,14 @@ def bench(directory: Path, pool: Any = None) -> Bench:
     return Bench(Subject("acme"), identity, pool=pool, reference=Reference(pool), directory=directory)
 
 
+@pytest.mark.full
 def test_a_plugin_that_is_in_order_passes(install: Install, tmp_path: Path) -> None:
     install()
     for name in OF_PLUGINS:
         CHECKS[name].run(bench(tmp_path))
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=9)
 @pytest.mark.parametrize(
     ("fault", "check", "message"),
     [

@@ -363,7 +363,7 @@ def test_a_user_pattern_works_or_is_refused_with_a_remedy_as_declared(
     assert (result.verdict, detail in result.detail) == (verdict, True), result.detail
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("strategy", "verdict", "detail"),
     [

@@ -177,6 +177,7 @@ def test_ranks_next_to_each_other_differ_in_the_order_of_their_sets(own: WorkerP
     assert first["parent"] != second["parent"]
 
 
+@pytest.mark.full
 def test_ranks_have_random_numbers_of_their_own(own: WorkerPool) -> None:
     first, _, third = own.run(pool_jobs.origin, world_size=3)
     assert first["parent"] == third["parent"]

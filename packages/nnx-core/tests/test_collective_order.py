@@ -100,6 +100,7 @@ def make_progress() -> str:
     return "met"
 
 
+@pytest.mark.full
 def test_many_short_waits_are_progress(pool: WorkerPool) -> None:
     assert pool.run(make_progress, world_size=2, init="gloo") == ["met", "met"]
 

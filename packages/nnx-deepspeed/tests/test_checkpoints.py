@@ -39,6 +39,7 @@ def expected(name: str) -> dict[str, Tensor]:
 # --- what is read ---------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", ZERO)
 def test_masters_and_moments_are_those_that_deepspeed_itself_gathers(name: str) -> None:
     stored = storage.open_checkpoint(HOME / name)
@@ -50,6 +51,7 @@ def test_masters_and_moments_are_those_that_deepspeed_itself_gathers(name: str) 
         torch.testing.assert_close(stored.read(logical), value, rtol=0, atol=0)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", ALL)
 def test_buffers_frozen_and_tied_parameters_are_there(name: str) -> None:
     stored = storage.open_checkpoint(HOME / name)

@@ -57,7 +57,7 @@ def test_a_model_is_loaded_from_what_fairscale_saved(saved: Saved, name: str) ->
     assert [key for key, value in found.items() if not torch.equal(value, saved.weights[key])] == []
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("saved", [True], indirect=True, ids=["flat"])
 @pytest.mark.parametrize("name", ["shards", "full.pt"])
 def test_trainer_evaluates_the_weights_and_says_that_they_cannot_resume(

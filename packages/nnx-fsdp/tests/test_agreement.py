@@ -47,6 +47,7 @@ def test_units_of_one_rank_are_refused_by_name_on_every_rank(pool: WorkerPool) -
         assert 'by_choice=["left", "right"]' in message
 
 
+@pytest.mark.full
 def test_listed_experts_are_refused_with_the_option_and_equal_with_it(pool: WorkerPool) -> None:
     for message in pool.run(refuse, "fsdp_auto", {"min_num_params": 100}, ExpertsInModuleList, world_size=2):
         assert "came to the gather of listed." in message

@@ -45,7 +45,7 @@ SKIPPED = ("skipped_blocks",)
         ),
         *("resume_from_ddp", "values_in_the_checkpoint"),
         *("state_dict_saved_on_rank_zero", "load_state_dict_override", "rank_local_state"),
-        "resume_at_node_counts",
+        *("resume_at_node_counts", "node_and_local_ranks"),
     ),
     groups=(
         "user_patterns.backward",

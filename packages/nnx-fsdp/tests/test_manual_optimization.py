@@ -51,6 +51,7 @@ def test_a_pipeline_that_does_not_has_the_numbers_of_one_process(
     expect_same_run(pool.run(train, "fsdp_auto", options, Interleaved, world_size=2), alone, tolerance=1e-5)
 
 
+@pytest.mark.full
 def test_inputs_of_a_part_are_cast_as_the_mixed_precision_policy_says(pool: WorkerPool) -> None:
     options = {"mixed_precision": MixedPrecision(param_dtype="bfloat16")}
     alone = pool.run(train, "auto", {}, Adversaries, world_size=1)[0]

@@ -131,7 +131,7 @@ def test_compiled_units_train_alike(pool: WorkerPool, expected: Outcome, options
         assert graphs > 0
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("policy", [Block, [Block], {Block}, lambda module: isinstance(module, Block)])
 def test_the_user_may_name_the_units(pool: WorkerPool, expected: Outcome, policy: Any) -> None:
     if callable(policy) and not isinstance(policy, type):
@@ -144,6 +144,7 @@ def is_block(module: torch.nn.Module) -> bool:
     return isinstance(module, Block)
 
 
+@pytest.mark.full
 def test_a_class_that_cannot_be_extended_is_trained_with_replicated_leftovers(
     pool: WorkerPool, expected: Outcome
 ) -> None:
@@ -278,6 +279,7 @@ def test_a_policy_leaves_tied_layers_to_the_root(pool: WorkerPool, expected: Out
     assert "head" not in units and "back" not in units
 
 
+@pytest.mark.full
 def test_a_module_can_be_copied_while_it_is_sharded(pool: WorkerPool) -> None:
     run = Run(strategy="fsdp_auto", options={"min_num_params": 100}, devices=2, steps=2)
     (expected,) = pool.run(

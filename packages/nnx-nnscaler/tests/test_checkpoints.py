@@ -76,6 +76,7 @@ def plan_of(loaded: Any) -> Any:
 # --- what is read ---------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=[*LAYOUTS])
 def test_every_layout_gives_the_complete_state_under_original_names(
     layout: dict[str, Any], written: Callable[..., Path]

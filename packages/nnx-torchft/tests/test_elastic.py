@@ -181,6 +181,7 @@ def test_a_group_of_another_run_is_refused_and_the_run_goes_on(
     first.kill()
 
 
+@pytest.mark.full
 def test_gradients_that_are_not_finite_in_one_group_let_no_group_step(run: Run) -> None:
     run = replace(run, pause=0.02, options={"min_groups": 2}, poison=("g1", 7))
     first, second = Group(run, "g0"), Group(run, "g1")

@@ -72,7 +72,7 @@ def trained(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return path, pool.run(run_cell, run, 3 * STEP, world_size=2)[0]
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("ddp_find_unused_parameters_true", 2), ("ddp", 1), ("auto", 1)]
 )

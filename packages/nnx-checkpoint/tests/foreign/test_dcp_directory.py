@@ -92,6 +92,7 @@ def _bits(tensor: Tensor) -> Tensor:
 # --- reading ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("one_file_each", [True, False])
 def test_reads_what_get_state_dict_gives(tmp_path: Path, flatten: bool, one_file_each: bool) -> None:

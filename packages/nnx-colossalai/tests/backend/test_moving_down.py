@@ -175,6 +175,7 @@ def run_out_apart(more: int) -> str:
             work.wait()
 
 
+@pytest.mark.full
 def test_ranks_that_ran_out_of_memory_at_different_collectives_end_and_do_not_go_on(pool: WorkerPool) -> None:
     said = pool.run(run_out_apart, 0, init="gloo", timeout=30)
     assert said == ["it moved down"] * 2

@@ -63,6 +63,7 @@ def llama_of(layers: int):
     return lambda: Llama(layers=layers)
 
 
+@pytest.mark.full
 def test_the_plan_can_be_used_where_that_world_is(tmp_path: Path) -> None:
     outcome = dry_run(small(), [TOKENS], world_size=4, device_bytes=10**6, min_numel=500)
     outcome.document.save(tmp_path / "plan.json")

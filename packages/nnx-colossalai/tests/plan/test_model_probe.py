@@ -77,6 +77,7 @@ def test_activations_are_those_of_the_unit_that_makes_them() -> None:
     assert found.activation_bytes == {"0.0": 5 * 30 * 4, "1": 5 * 10 * 4, "": 5 * (20 + 30) * 4}
 
 
+@pytest.mark.full
 def test_recomputed_layers_keep_their_inputs_only_and_need_a_layer_more_for_a_moment() -> None:
     plain, recomputing = (look(small_llama(recompute=on), TOKENS) for on in (False, True))
     layers = [f"layers.{at}" for at in range(3)]
@@ -157,6 +158,7 @@ def test_no_unit_of_torchs_own_models_is_used_outside_of_itself(module: nn.Modul
         assert sum(found.activation_bytes.values()) > 0
 
 
+@pytest.mark.full
 def test_a_model_without_memory_of_its_own_is_enough() -> None:
     tokens = torch.zeros(1, 64, dtype=torch.long)
     with torch.device("meta"):

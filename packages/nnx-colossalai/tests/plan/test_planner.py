@@ -25,7 +25,7 @@ def everything(spec):
     )
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=9)
 @pytest.mark.parametrize("block", range(10))
 def test_200_random_models_never_exceed_their_budgets_and_are_refused_only_where_nothing_fits(block):
     fitted = 0
@@ -74,7 +74,7 @@ def test_the_search_is_within_a_few_percent_of_trying_all_placements(block):
             assert plan(spec, resources).seconds <= best * (1 + 1e-8), seed
 
 
-@pytest.mark.quick(every=3, first=2)
+@pytest.mark.quick(every=9, first=2)
 @pytest.mark.parametrize("seed", range(10))
 def test_more_memory_is_never_slower(seed):
     spec = random_spec(seed, most=8)
@@ -141,6 +141,7 @@ def test_a_model_of_7_billion_parameters_is_planned_in_seconds(world_size):
     assert planned.memory.device >= 23 * 2**30 or world_size > 1
 
 
+@pytest.mark.full
 def test_200_groups_are_planned_in_seconds():
     begin = time.process_time()
     spec = layers(200)

@@ -39,6 +39,7 @@ def drawn(path: Path, plan: Planned, resources: RankResources = RESOURCES) -> di
     }
 
 
+@pytest.mark.full
 def test_every_kind_of_memory_is_drawn_as_large_as_it_is(tmp_path: Path) -> None:
     plan = planned(Tier.GATHERED)
     shares = drawn(tmp_path / "new" / "a.png", plan)

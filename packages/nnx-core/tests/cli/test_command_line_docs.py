@@ -30,6 +30,7 @@ def test_the_page_names_every_verb_and_shows_those_about_names() -> None:
     assert shown == verbs - {"conformance", "diff", "new", "ckpt", "plan"}
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[command for command, _ in COMMANDS])
 def test_every_screen_is_what_the_command_prints(
     command: str,

@@ -161,6 +161,7 @@ def test_lines_fit_a_terminal_and_names_stay_whole(nnx_command, monkeypatch, wid
     assert whole in output
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize(
     "verb", ["", "list", "show", "search", "choose", "doctor", "new", "schema", "ckpt", "ckpt merge"]
@@ -240,6 +241,7 @@ def test_show_explains_a_name_of_the_past_and_one_of_lightnings(nnx_command, cle
     assert "Lightning itself" in output
 
 
+@pytest.mark.full
 def test_show_of_a_strategy_whose_plugin_is_broken_finds_fault(site, nnx_command):
     site.add("nnx-nnscaler", "import does_not_exist")
     code, output, _ = nnx_command("show", "nnscaler")
@@ -255,6 +257,7 @@ def test_show_of_an_unknown_name_is_wrong_usage_with_a_suggestion(nnx_command, c
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -270,6 +273,7 @@ def test_show_of_options_that_cannot_be_read_finds_fault(site, nnx_command, opti
     assert "\nremedy: " in error
 
 
+@pytest.mark.full
 def test_doctor_is_content_with_healthy_plugins(acme, nnx_command, monkeypatch):
     monkeypatch.delenv("NNX_AUTOLOAD", raising=False)
     monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
@@ -291,6 +295,7 @@ def test_doctor_is_content_with_healthy_plugins(acme, nnx_command, monkeypatch):
     assert {plugin["name"]: plugin["status"] for plugin in content["plugins"]}["acme"] == "ok"
 
 
+@pytest.mark.full
 def test_doctor_prints_the_notes_of_running_processes_alone(acme, nnx_command, monkeypatch, tmp_path):
     place = tmp_path / "temporary"
     place.mkdir()
@@ -417,6 +422,7 @@ def test_the_verbs_on_checkpoints_are_reached_through_the_same_command(nnx_comma
     assert "\nremedy: " in error
 
 
+@pytest.mark.full
 def test_on_a_terminal_tables_have_no_box_and_brackets_are_not_markup(acme, nnx_command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("nnx_checkpoint.cli.output._on_terminal", lambda: True)

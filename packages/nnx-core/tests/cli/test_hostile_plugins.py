@@ -98,6 +98,7 @@ def test_a_hostile_plugin_is_named_and_the_others_are_listed(
     assert "bb_odd_plugin" not in sys.modules
 
 
+@pytest.mark.full
 def test_every_verb_names_it_with_the_reason_and_the_right_exit_code(command: Any, site: Any) -> None:
     site.add("bb-odd", r"import os; os.write(1, b'\x1b'); os._exit(3)")
     reason = "it ended the process that looked at it (exit status 3)."

@@ -42,6 +42,7 @@ def test_the_verb_never_imports_torch(run_python, verb):
     assert "fsdp_auto" in done.stdout
 
 
+@pytest.mark.full
 def test_python_dash_m_nnx_is_the_same_command(run_python, tmp_path):
     outputs = [
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, cwd=tmp_path).stdout

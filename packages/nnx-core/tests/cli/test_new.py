@@ -126,6 +126,7 @@ test_module.__test__ = False
 # --- what it renders ---
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", PROJECTS)
 def test_a_rendered_project_is_clean_and_complete(rendered, name):
     project = rendered / name
@@ -315,7 +316,7 @@ def test_json_asks_nothing_and_names_every_file(command, tmp_path):
     assert content["next"][2:] == ["nnx conformance mine", "pytest"]
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -373,6 +374,7 @@ def test_a_place_that_is_taken_is_refused_and_an_empty_one_is_not(command, tmp_p
     assert not list(Path().glob(".nnx-new-*"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("error", "message"), [(OSError(28, "No space left"), "No space left"), (RuntimeError("odd"), "odd")]
 )

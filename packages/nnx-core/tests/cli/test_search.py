@@ -42,7 +42,7 @@ def found(search: Search) -> Callable[..., list[str]]:
     return run
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize(
     ("words", "first"),
     [
@@ -68,6 +68,7 @@ def test_the_first_hit(found: Callable[..., list[str]], words: list[str], first:
     assert found(*words)[0] == first
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("words", [["out", "of", "memory"], ["oom"], ["not", "fit"], ["larger", "model"]])
 def test_a_question_for_memory_is_not_answered_by_what_saves_none(
     found: Callable[..., list[str]], words: list[str]
@@ -194,6 +195,7 @@ def test_json_has_what_was_searched_for_and_found(search: Search) -> None:
     assert content["suggestions"] == []
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

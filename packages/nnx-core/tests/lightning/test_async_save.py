@@ -60,6 +60,7 @@ def test_training_goes_on_and_the_checkpoint_is_of_the_step_that_asked(
         assert read.losses == pytest.approx(whole[HALF:], abs=1e-5)
 
 
+@pytest.mark.full
 def test_lightnings_own_strategy_saves_from_rank_0_in_the_background(
     pool: WorkerPool, tmp_path: Path, whole: list[float]
 ) -> None:
@@ -144,7 +145,7 @@ def test_under_lightnings_own_strategy_rank_0_raises(
     assert "it is a file" in text
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("run", [RUN, DDP], ids=["fsdp_auto", "ddp"])
 @pytest.mark.parametrize(
     ("error", "ends"),

@@ -166,6 +166,7 @@ def compare(backend: type[Backend[NoOptions]], used: str) -> str:
     return ""
 
 
+@pytest.mark.full
 def test_decisions_and_the_set_of_used_parameters_are_compared(pool: WorkerPool) -> None:
     said = pool.run(compare, Decided, "a", world_size=2, init="gloo")
     assert all("the ranks differ in the engine's decisions" in text for text in said)

@@ -153,7 +153,7 @@ def test_a_checkpoint_saved_after_a_run_that_ended_inside_an_epoch_resumes_there
         assert_continued(one, resumed)
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize(("first", "second"), [("ddp", "fsdp_auto"), ("fsdp_auto", "ddp")])
 def test_random_state_and_position_travel_between_lightnings_strategies_and_ours(
     pool: WorkerPool, tmp_path: Path, first: str, second: str
@@ -234,6 +234,7 @@ def test_the_users_loader_and_strategy_are_as_before_when_the_fit_is_over(
     }
 
 
+@pytest.mark.full
 def test_a_weights_only_checkpoint_holds_no_random_state(pool: WorkerPool, tmp_path: Path) -> None:
     path = path_in(tmp_path)
     pool.run(run, replace(PAIR, path=path, epochs=1, save_at=("weights", 1)), world_size=2)

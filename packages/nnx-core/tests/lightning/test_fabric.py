@@ -149,6 +149,7 @@ def test_trainers_checkpoint_resumes_in_fabric_and_fabrics_in_trainer(
         assert losses == pytest.approx(whole[3:], abs=1e-5)
 
 
+@pytest.mark.full
 def test_filters_strictness_and_raw_state_dicts(pool: WorkerPool, tmp_path: Path) -> None:
     paths = str(tmp_path / "filtered.ckpt"), str(tmp_path / "raw.pt")
     for report in pool.run(filter_and_raw, 2, *paths, world_size=2):

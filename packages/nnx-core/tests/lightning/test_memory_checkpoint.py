@@ -199,6 +199,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.mark.full
 def test_a_memory_that_is_too_small_is_refused_before_anything_is_written(
     pool: WorkerPool, tmp_path: Path, small: Path
 ) -> None:

@@ -127,6 +127,7 @@ def test_an_error_on_some_ranks_becomes_one_error_on_all_and_the_group_goes_on(p
     )
 
 
+@pytest.mark.full
 def test_ranks_notice_in_time_that_one_does_not_arrive(pool: WorkerPool) -> None:
     for rank, report in enumerate(pool.run(arrive, world_size=3, init="gloo")):
         assert report["all"] and report["again"]

@@ -147,6 +147,7 @@ def test_loaders_with_a_state_at_another_world_size(pool: WorkerPool, tmp_path: 
 # --- Fabric ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_fabric_restores_every_ranks_random_state_where_it_is_asked_to(
     pool: WorkerPool, tmp_path: Path
 ) -> None:

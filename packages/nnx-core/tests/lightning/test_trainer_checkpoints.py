@@ -255,6 +255,7 @@ def test_one_plain_process_reads_and_writes_the_shared_checkpoint(
         assert outcome.losses == pytest.approx(whole[4:], abs=1e-5)
 
 
+@pytest.mark.full
 def test_weights_that_were_tied_when_saved_load_into_a_model_that_does_not_tie_them(
     pool: WorkerPool, saved: str
 ) -> None:
@@ -321,6 +322,7 @@ def test_storage_options_are_refused_on_every_rank(pool: WorkerPool, tmp_path: P
     assert not (tmp_path / "x.ckpt").exists()
 
 
+@pytest.mark.full
 def test_an_object_without_a_safe_form_is_named_by_its_key_path(pool: WorkerPool, tmp_path: Path) -> None:
     run = replace(RUN, model="opaque", steps=1, save=str(tmp_path / "x.ckpt"))
     for error in pool.run(error_of, run, world_size=2, timeout=60):

@@ -202,6 +202,7 @@ def planned(batch: Tensor, memory: int | None = None, *, devices: int = 1, **opt
     )
 
 
+@pytest.mark.full
 def test_the_first_advice_is_a_smaller_batch_and_the_run_fits_with_it() -> None:
     batch, limit = torch.zeros(512, 8), 5_000_000
     row = planned(batch, limit)["ddp"]
@@ -238,6 +239,7 @@ def test_optimizers_whose_state_is_lazy_or_per_parameter_are_counted() -> None:
         assert kinds["optimizer"] // kinds["parameters"] == states, name
 
 
+@pytest.mark.full
 def test_bad_input_is_refused() -> None:
     batch = torch.zeros(4, 8)
     with pytest.raises(OptionError, match="memory='80 cats' is not a size"):
@@ -264,6 +266,7 @@ def run(target: str, **settings: object) -> int:
     return command.run(target, accelerator="cpu", strategies=["ddp"], **chosen)  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_the_command_prints_eighty_columns_and_fails_if_nothing_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

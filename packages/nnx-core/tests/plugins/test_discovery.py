@@ -98,6 +98,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(("source", "kind", "detail"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_plugin_becomes_a_problem_and_leaves_the_others_alone(site, source, kind, detail):
     site.provide("aa-before", "before")

@@ -42,6 +42,7 @@ def test_no_plugin_is_installed() -> None:
 
 
 @each_tree
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", ["colossalai", "fsdp_auto", "nnscaler", "tiny"])
 def test_a_name_of_the_catalog_says_what_to_install(tree: str, name: str) -> None:
     if "fabric" in tree and "fabric" in known()[name].lacks:

@@ -110,7 +110,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
         assert set(steps) == {3.0}
 
 
-@pytest.mark.quick(every=5)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by"),
     [
@@ -277,7 +277,7 @@ def test_validate_and_predict_need_no_training_loader(
         assert seen["shapes"] == [(rows, 8)] * 2
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "16-mixed", "64-true"])
 @pytest.mark.parametrize("name", ["nnscaler_tp", "nnscaler_zero"])
 def test_the_precision_flag_works_on_cpu(

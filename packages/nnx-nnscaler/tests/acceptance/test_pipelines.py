@@ -83,7 +83,7 @@ def test_a_schedule_has_the_losses_of_one_process(
         assert in_turns == (0 if schedule == "gpipe" else STEPS)
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize(("schedule", "most"), [("1f1b", 2), ("zero_bubble", 2), ("interleaved", 6)])
 def test_the_microbatches_that_a_rank_holds_do_not_grow_with_their_number(
@@ -94,7 +94,7 @@ def test_the_microbatches_that_a_rank_holds_do_not_grow_with_their_number(
         assert max(held) <= most
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_what_a_step_returns_and_logs_is_that_of_one_process(
     pool: WorkerPool, tmp_path: Path, schedule: str

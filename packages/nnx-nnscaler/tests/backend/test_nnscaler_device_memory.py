@@ -100,7 +100,7 @@ STAGES = {"policy": "pp", "plan_ngpus": 2}
 ZERO = {"policy": "zero", "compute_config": {"reducer_bucket_cap_mb": LARGEST / 1024**2}}
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["meta", "cpu"])
 @pytest.mark.parametrize("options", [TP, STAGES, ZERO], ids=["tp", "pp", "zero"])
 def test_the_device_holds_own_parts_and_few_whole_parameters_at_a_time(pool, tmp_path, options, where):

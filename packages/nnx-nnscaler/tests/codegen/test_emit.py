@@ -33,6 +33,7 @@ def functions(source):
     return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
 
 
+@pytest.mark.full
 def test_the_head_says_what_the_program_is(source):
     head = ast.get_docstring(ast.parse(source))
     assert "the forward of GPT (models.py:1), in training mode" in head
@@ -105,6 +106,7 @@ class Repeats(nn.Module):
         return x
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("module", [Skips, Repeats])
 @pytest.mark.parametrize("policy", ["data", "tp"])
 def test_folding_never_changes_what_is_computed(module, policy):

@@ -40,7 +40,7 @@ def convnet():
     return module, trace_forward(module, *call), call
 
 
-@pytest.mark.quick(every=5)
+@pytest.mark.quick(every=15)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_gpt_with_tied_weights_and_dropout(gpt, policy, size):
@@ -77,7 +77,7 @@ def test_a_batch_of_another_size_than_was_traced(gpt, batch):
     assert found.error < BOUND
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.full
 @pytest.mark.parametrize("pattern", ["blocks.*", "blocks.*.mlp", "blocks.1.attention"])
 def test_recomputed_submodules_change_nothing(pattern):
     call = (tokens(), tokens(seed=1))
@@ -146,6 +146,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_change_of_placement_keeps_values_and_gradients(layout):
     choices, stored, synchronized = LAYOUTS[layout]

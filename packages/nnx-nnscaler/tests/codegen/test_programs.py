@@ -336,6 +336,7 @@ def test_dicts_and_labels_that_may_be_missing():
     assert int(module.norm.num_batches_tracked) == 3
 
 
+@pytest.mark.full
 def test_the_look_up_of_a_program_makes_few_calls():
     module = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(33)])
     made = attached(module, torch.randn(2, 2))
@@ -412,6 +413,7 @@ def test_what_is_used_again(store, traces, reuse, traced, planned):
     assert len(list(store.folder.iterdir())) == 1
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("change", "reuse"),
     [*((change, "match") for change in ("layers", "slope", "mode", "labels", "frozen", "shape")),

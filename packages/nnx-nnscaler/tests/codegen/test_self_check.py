@@ -22,6 +22,7 @@ def planned(module, call, policy="tp"):
     return graph, plan_program(graph, size=2, policy=policy)
 
 
+@pytest.mark.full
 def test_right_programs_pass_and_leave_the_module_alone():
     for module, call in ((GPT(layers=1, dropout=0.2), CALL), (ConvNet(), (images(), {}))):
         module.refers_to = object.__new__(Uncopied)
@@ -107,6 +108,7 @@ def test_a_check_that_was_asked_for_and_cannot_be_made_says_so(build, call, reas
     assert len(caplog.messages) == 1 and "verify=True" in caplog.text and reason in caplog.text
 
 
+@pytest.mark.full
 def test_a_program_for_calls_without_gradients_is_compared_without_them():
     module = GPT(layers=1)
     with torch.no_grad():

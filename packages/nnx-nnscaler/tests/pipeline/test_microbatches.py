@@ -45,6 +45,7 @@ def returned(found: Microbatches) -> object:
     return found.placements[found.graph.outputs.name]
 
 
+@pytest.mark.full
 def test_samples_are_cut_sums_are_summands_and_what_has_no_batch_is_equal() -> None:
     assert returned(cut(lambda m, x: m.layer(x).relu())) == S(0)
     assert returned(cut(lambda m, x: m.layer(x).t())) == S(1)
@@ -94,6 +95,7 @@ def test_microbatches_share_what_is_added_to_a_sum(forward: object) -> None:
     assert any("rt.microbatches" in str(op.args) for op in found.graph.ops[-2:])
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [
@@ -113,6 +115,7 @@ def test_what_mixes_samples_is_named(forward: object, reason: str) -> None:
     assert not found.placements
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     "forward",
     [
@@ -146,7 +149,7 @@ def test_other_random_numbers_are_refused() -> None:
         draw_masks_first(graph_of(lambda m, x: m.layer(x) + torch.rand_like(m.layer(x))))
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("variant", ["plain", "causal", "masked", "added", "grouped"])
 def test_attention_with_dropout_becomes_its_steps(variant: str) -> None:
     """Without dropped values the steps give the operator's result."""

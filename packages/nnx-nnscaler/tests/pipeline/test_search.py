@@ -162,6 +162,7 @@ def peak(plan: PipelinePlan) -> int:
     return max(used.peak for used in plan.usage)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("schedule", "arrangement"),
     [("1f1b", Arrangement(2, 2)), ("gpipe", Arrangement(4, 4)), ("interleaved", Arrangement(2, 4))],

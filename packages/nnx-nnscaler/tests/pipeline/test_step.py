@@ -153,6 +153,7 @@ def imports(module: Any, batch: Any, index: int) -> Any:
     return loss(module, batch) * os.getpid()
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("step", "reason"),
     [

@@ -50,6 +50,7 @@ def test_a_limit_is_kept_and_costs_time() -> None:
     assert free.prediction.time > 0
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("share", [0.75, 0.8, 0.9, 1.0])
 def test_every_limit_between_least_and_most_is_met(share: float) -> None:
     graph = stack(4, batch=32)
@@ -175,6 +176,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     return make.finish(*outputs)
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(
     graph=graphs(),
@@ -235,6 +237,7 @@ def test_plans_do_not_depend_on_hash_seeds() -> None:
 H100 = CostModel(hardware=profile("h100-nvlink"))
 
 
+@pytest.mark.full
 def test_a_mesh_of_a_thousand_devices_is_planned_without_them() -> None:
     start = time.process_time()
     search = plan_mesh(stack(8, batch=128), world_size=1024, costs=H100, strategies_of=strategies_of)

@@ -79,7 +79,7 @@ def prices_of(graph: Graph, hardware: Hardware, *, size: int = 2, units: int = 1
     return CostModel(hardware=hardware).prices(graph, size=size, units=units)
 
 
-@pytest.mark.quick(every=10)
+@pytest.mark.full
 @pytest.mark.parametrize("hardware", [FAST_LINK, profile("cpu"), profile("h100-ib")], ids=lambda h: h.name)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_solver_finds_the_best_of_all_plans(name: str, hardware: Hardware) -> None:

@@ -91,7 +91,7 @@ def with_own_operators():
 COSTLY = ("conv", "batch_norm", "group_norm", "pool", "upsample", "linear", "pad", "nnx_user")
 
 
-@pytest.mark.quick(every=8)
+@pytest.mark.full
 @pytest.mark.parametrize("training", [True, False])
 def test_every_costly_operator_of_a_convolutional_model_can_be_split(training: bool) -> None:
     _, graph = convolutional(training)
@@ -101,7 +101,7 @@ def test_every_costly_operator_of_a_convolutional_model_can_be_split(training: b
     assert unsupported_message(graph, 4) == ""
 
 
-@pytest.mark.quick(every=8, first=1)
+@pytest.mark.quick(every=24, first=1)
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("policy", ["data", "tp", "zero", "autodist"])
 @pytest.mark.parametrize("training", [True, False])

@@ -22,7 +22,7 @@ def _name(case):
     return f"{case[0]}-{CASES.index(case)}"
 
 
-@pytest.mark.quick(every=6)
+@pytest.mark.quick(every=18)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", CASES, ids=_name)
 def test_every_strategy_gives_the_results_and_gradients_of_the_whole_operator(case, size):

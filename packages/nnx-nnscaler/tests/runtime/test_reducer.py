@@ -288,7 +288,7 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=9)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
@@ -351,6 +351,7 @@ def fail_in_backward():
     check(ours, gradients_of(plain))
 
 
+@pytest.mark.full
 def test_an_error_in_backward_leaves_nothing_for_the_next_step(run):
     run(fail_in_backward)
 

@@ -45,6 +45,7 @@ def test_a_graph_equals_its_model_for_any_batch_size(name, mode):
         check_graph(graph, module, sample(size))
 
 
+@pytest.mark.full
 def test_tied_parameters_are_one_under_their_first_name():
     graph = trace_forward(Gpt(), (torch.zeros(2, 8, dtype=torch.long),))
     assert list(graph.parameters.values()).count("tokens.weight") == 1
@@ -63,6 +64,7 @@ def test_sizes_are_expressions_and_no_operators():
     assert arange.kwargs == {"device": Code("rt.device")}
 
 
+@pytest.mark.full
 def test_operators_know_their_submodule_and_the_users_line():
     graph = trace_forward(Gpt(), (torch.zeros(2, 8, dtype=torch.long),))
     qkv = next(op for op in graph.ops if op.module == "blocks.1.qkv")

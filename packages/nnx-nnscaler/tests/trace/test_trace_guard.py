@@ -82,6 +82,7 @@ def functionally(x):
     return functional.all_reduce(x, "sum", dist.group.WORLD)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     "function", [reduced, gathered, waited, torch.distributed.nn.all_reduce, seen_in_python, functionally]
 )
@@ -250,6 +251,7 @@ def by_own_generator(module):
     return torch.rand((), generator=module.own)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("weigh", "reason"),
     [
@@ -304,6 +306,7 @@ class Writing(nn.Linear):
         return super().forward(x) if bool(x.sum() > -1e9) else x
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("write", [clip, normalize_data, clip_data, renormalize])
 def test_running_a_layer_on_the_sample_leaves_its_weights_and_their_versions(write):
     module = nn.Sequential(nn.Linear(8, 8), Writing(write), nn.Linear(8, 8))

@@ -65,6 +65,7 @@ def test_constants_come_back_bit_by_bit(dtype, shape):
     assert torch.equal(again, made.constants["c"])
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("make", "args"),
     [

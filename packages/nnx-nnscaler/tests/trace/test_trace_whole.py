@@ -262,6 +262,7 @@ def test_logging_in_forward_is_refused():
     assert "log" not in vars(module)
 
 
+@pytest.mark.full
 def test_tracing_leaves_nothing_behind():
     module = nn.Sequential(Mixture(), nn.BatchNorm1d(2), nn.Dropout(0.5), nn.LSTM(2, 2))
     state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
