@@ -106,7 +106,7 @@ def train_in_rows(unit_size, part_size, stored, bucket_bytes, guarded_penalty, s
 PLACED = {"second.weight": S(1), "first.weight": S(1, groups=3), "head.weight": S(1), "conv.weight": S(0)}
 
 
-@pytest.mark.quick(every=10)
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("penalty", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 20])
 @pytest.mark.parametrize(
