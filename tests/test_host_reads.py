@@ -28,7 +28,7 @@ OF_ENGINE = {
     "fairscale": {USED: 2},  # one of them is for gradients that the owner's step has dropped or written
 }
 
-STRATEGIES = [  # every fourth is tried by default
+STRATEGIES = [
     *("fsdp_auto", "fsdp_hybrid", "fsdp_offload"),
     *("colossalai", "colossalai_cpu", "nnscaler"),
     *("nnscaler_zero", "nnscaler_dp", "nnscaler_tp"),

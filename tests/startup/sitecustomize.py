@@ -8,7 +8,7 @@ scipy for those of sounds, matplotlib for pictures. No test uses these metrics, 
 they are not installed. Code that imports one of them directly still finds it.
 
 For every Trainer, Lightning also reads the entry points of all installed packages, some two hundred files.
-They are cached as long as the folders with packages are the same.
+`_keep_entry_points` caches them.
 """
 
 import gc
@@ -46,7 +46,7 @@ def _hide_the_unused():
 
 
 def _keep_entry_points():
-    """Cache the entry points of Lightning's groups while the folders of `sys.path` stay the same."""
+    """Cache the entry points of Lightning's groups (until a folder of `sys.path` changes)."""
     from importlib import metadata
     from pathlib import Path
 

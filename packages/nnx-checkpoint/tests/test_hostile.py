@@ -275,7 +275,7 @@ def test_a_tensor_of_terabytes_in_a_kilobyte_is_refused_and_a_small_expanded_one
     assert nnx_checkpoint.open_checkpoint(tmp_path / "small.ckpt").read("model.w").sum() == 1000
 
 
-@pytest.mark.full
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("record", ["byteorder", "data.pkl", "data/0"])
 @pytest.mark.parametrize("kind", ["lightning", "nnscaler"])
 def test_zip_bombs_are_refused_before_they_are_inflated(tmp_path: Path, record: str, kind: str) -> None:
